@@ -29,9 +29,8 @@ from fakes.vertex.service import APIS, FakeVertex
 from fakes.vertex.workers import Programs, Worker
 
 from muster.backends.gce.compute import Compute
-from muster.backends.gce.launcher import GceLauncher
+from muster.backends.gce.launcher import GceLauncher, submission_of
 from muster.backends.gce.provision import Hosts, instances_of
-from muster.backends.gce.submission import submission_of
 from muster.backends.google.http import Call, Reply, Unreachable
 from muster.backends.google.request_log import RequestLogFile
 from muster.backends.google.session import Session
@@ -281,7 +280,7 @@ class GceCase:
             if hosts.step():
                 break
             self.clock.sleep(10)
-        names = [one.name for one in instances_of(hosts.compute, of.stem) if one.turn]
+        names = [one.name for one in instances_of(hosts.compute, of.stem) if one.request_number]
         known = {name: HostStatus(connected=True, ready=True, active=True, ranks=(0,)) for name in names}
         status = SupervisorStatus(phase="train", reason="", attempt=1, step=0, hosts=known)
         self.bucket.put(f"{of.home}/status.json", encode(HomeStatus(wall_ns=1, term=1, status=status)))

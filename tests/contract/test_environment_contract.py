@@ -19,7 +19,7 @@ from muster.backends import run_folder
 from muster.backends.gce import host as gce_host
 from muster.backends.gce import requests as gce_requests
 from muster.backends.gce.placement import place as gce_place
-from muster.backends.gke.manifests.cluster_options import Options
+from muster.backends.gke.manifests.placement import Options
 from muster.backends.gke.manifests.placement import place as gke_place
 from muster.backends.gke.manifests.render import run_manifests
 from muster.backends.gke.operate.submission import Submission

@@ -16,12 +16,13 @@ from waiting import eventually
 
 from muster.app.run.revive import LOOK_S, HostRevival
 from muster.backends.local import launcher
-from muster.backends.local.launcher import SUBMISSION, LocalLauncher
+from muster.backends.local.launcher import LocalLauncher
 from muster.core import processes
 from muster.core.clock import SystemClock
 from muster.core.errors import BackendError
 from muster.core.events import Event
 from muster.core.types import JobRequest, JobState, TaskSpec
+from muster.storage.job_record import SUBMISSION
 
 #: Says that it runs, and outlives SIGTERM.
 BODY = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('on', flush=True); time.sleep(60)"

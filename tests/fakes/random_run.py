@@ -14,7 +14,7 @@ from muster.policy.builtin import SHIPPED, DefaultPolicy
 from muster.protocol.client import HealthReport
 from muster.protocol.to_supervisor import HostReady, StartFailed
 from muster.protocol.values import LastWords
-from muster.simulate import faults
+from muster.simulate import fault_schedule
 from muster.simulate.cluster import Cluster
 from muster.supervise.recovery.inputs import RestartRequest, StopRequest
 from muster.supervise.recovery.phases import Ended, Held
@@ -176,18 +176,18 @@ def two_ranks_end(found, name, rng, _):
 
 def rank_hangs(found, name, rng, _):
     for rank in found.hosts[name].ranks[:1]:
-        faults.hang_rank(found, rank, detect_s=rng.uniform(0.1, 3.0))
+        fault_schedule.hang_rank(found, rank, detect_s=rng.uniform(0.1, 3.0))
 
 
 def false_alarm(found, name, rng, _):
     for rank in found.hosts[name].ranks[:1]:
-        faults.false_alarm(found, rank)
+        fault_schedule.false_alarm(found, rank)
 
 
 def snapshot_rots(found, name, rng, _):
     """Of one rank; and then its host fails."""
     for rank in found.hosts[name].ranks[:1]:
-        faults.rot_snapshot(found, rank, rng.choice(("memory", "peer")), versions=rng.choice((1, 2)))
+        fault_schedule.rot_snapshot(found, rank, rng.choice(("memory", "peer")), versions=rng.choice((1, 2)))
         found.kill_rank(rank)
 
 
@@ -201,7 +201,7 @@ def host_is_lost(found, name, rng, _):
 
 
 def host_gets_notice(found, name, rng, _):
-    faults.notice(found, name, grace_s=5.0)
+    fault_schedule.notice(found, name, grace_s=5.0)
     found.after(5.0, lambda: found.kill_host(name))
     if rng.random() < 0.7:
         found.after(rng.uniform(6.0, 20.0), lambda: found.return_host(name))

@@ -15,7 +15,7 @@ from muster.backends.google.http import parse_reply
 from muster.backends.log_forwarder import _names
 from muster.backends.slurm import parse
 from muster.backends.vertex.job_state import cause, custom_job, sentence, web_links
-from muster.backends.vertex.on_host.cluster_spec import seat
+from muster.backends.vertex.on_host.meeting import seat
 from muster.catalog.rows import prices_from
 from muster.config import load
 from muster.core.errors import BackendError, RunFileError, UsageError
@@ -23,7 +23,7 @@ from muster.core.flops import ModelShape
 from muster.core.typed_json import Unreadable, parse_object
 from muster.data.files import row_files
 from muster.plan import plan_file
-from muster.simulate import capacity_trace
+from muster.simulate import scenario
 
 # ---------------------------------------------------------------- files that people write
 
@@ -69,7 +69,7 @@ def what_people_write(folder: Path) -> Iterator[Target]:
     yield Target(
         name="a capacity trace",
         samples=(trace,),
-        read=lambda data: capacity_trace.read(_file(folder / "trace.json", data)),
+        read=lambda data: scenario.read(_file(folder / "trace.json", data)),
         raises=(UsageError,),
     )
     config = (

@@ -15,7 +15,7 @@ from muster.app.run import metrics_page
 from muster.app.run.script_output import _shown
 from muster.app.web import watch_page
 from muster.backends import letters, mailbox, run_folder
-from muster.backends.gce import startup_stages
+from muster.backends.gce import reason
 from muster.backends.gce.compute import over
 from muster.backends.gce.provision import _instance
 from muster.backends.gke.operate.log_follow import LogPosition
@@ -79,7 +79,7 @@ def between_machines(folder: Path) -> Iterator[Target]:
     yield Target(
         name="what a machine told of its start",
         samples=(b"1767225600 image pulled\n",),
-        read=lambda data: startup_stages.read_report(data.decode(errors="replace")),
+        read=lambda data: reason.read_report(data.decode(errors="replace")),
         raises=(),
     )
     instance = (

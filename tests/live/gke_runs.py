@@ -24,9 +24,8 @@ from controllers import JOBSETS, KUEUE, WORKLOADS, Controllers  # noqa: E402
 from plane import Plane, programs  # noqa: E402
 
 from muster.backends.gke.kubernetes.config import connect  # noqa: E402
-from muster.backends.gke.manifests.cluster_options import Options  # noqa: E402
 from muster.backends.gke.manifests.kueue_objects import account_objects, queue_objects  # noqa: E402
-from muster.backends.gke.manifests.placement import place  # noqa: E402
+from muster.backends.gke.manifests.placement import Options, place  # noqa: E402
 from muster.config.spec import RunSpec  # noqa: E402
 from muster.core.clock import SystemClock  # noqa: E402
 from muster.core.errors import BackendError  # noqa: E402

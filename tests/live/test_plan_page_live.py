@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 import pytest
 
 from muster.app.planning import plan as use_case
-from muster.app.planning import plan_page
+from muster.app.planning import rehearsal_page
 
 pytestmark = pytest.mark.live
 
@@ -37,7 +37,7 @@ def found(tmp_path_factory):
     (place / "run.yaml").write_text(RUN)
     now = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
     planned = use_case.plan(place / "run.yaml", now=now, home=place / "home", reasons=True)
-    return planned, plan_page.write(planned, str(place / "plan.html"))
+    return planned, rehearsal_page.write(planned, str(place / "plan.html"))
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_offers_without_a_price_are_said_and_not_drawn(browser, found, tmp_path)
     unpriced = tuple(replace(each, usd=replace(each.usd, p50=None)) for each in planned.plan.frontier)
     planned = replace(planned, plan=replace(planned.plan, frontier=unpriced))
     target = tmp_path / "unpriced.html"
-    target.write_text(plan_page.render(planned), encoding="utf-8")
+    target.write_text(rehearsal_page.render(planned), encoding="utf-8")
     browser.open(target)
     browser.wait("document.documentElement.dataset.ready")
     assert browser.messages() == []

@@ -8,7 +8,8 @@ from fakes.virtual_run import spec as spec_of
 
 from muster.protocol.to_agent import DropCopies, FlushSnapshots, StartAttempt
 from muster.protocol.to_supervisor import SnapshotsRejected
-from muster.simulate import agent_model, faults
+from muster.simulate import cluster as agent_model
+from muster.simulate import fault_schedule
 from muster.simulate.host_time import VirtualHost
 from muster.supervise.recovery.inputs import StopRequest
 from muster.supervise.replay.rebuild_state import rebuild_state
@@ -40,7 +41,7 @@ def rot(cluster, *where):
 
     def strike():
         for rank, tier, versions in where:
-            struck.extend(faults.rot_snapshot(cluster, rank, tier, versions=versions))
+            struck.extend(fault_schedule.rot_snapshot(cluster, rank, tier, versions=versions))
         cluster.kill_rank(1)
 
     cluster.at(AT_S, strike)
@@ -167,7 +168,7 @@ def test_what_is_written_at_the_end_is_intact(where, written, sent):
     """The run ends without a save by its ranks: hosts notice when they read a copy to write it."""
     cluster = cluster_of(spec_of(hosts=3, recovery={"grace_s": 10.0}))
     cluster.ranks_obey = False
-    cluster.at(AT_S, lambda: [faults.rot_snapshot(cluster, rank, tier, versions=k) for rank, tier, k in where])
+    cluster.at(AT_S, lambda: [fault_schedule.rot_snapshot(cluster, rank, tier, versions=k) for rank, tier, k in where])
     cluster.at(AT_S, lambda: cluster.give(StopRequest(source="muster stop", exit_code=130)))
     assert cluster.run(until_s=1000.0).exit_code == 130
     (event,) = [event for _, event in cluster.written if event.kind == "checkpoint.committed"]

@@ -13,7 +13,7 @@ from fakes.metadata import metadata, token
 from fakes.monitoring import API, FakeMonitoring
 
 from muster.app.run import cloud_monitoring as module
-from muster.app.run import sent_figures
+from muster.app.run import run_figures
 from muster.app.run.cloud_monitoring import CloudMonitoring, cloud_monitoring, series
 from muster.app.run.metrics_page import metrics_sinks
 from muster.app.run.run_figures import RunFigures
@@ -53,7 +53,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 0.0
-        monkeypatch.setattr(sent_figures.time, "monotonic", lambda: self.now_s)
+        monkeypatch.setattr(run_figures.time, "monotonic", lambda: self.now_s)
         monkeypatch.setattr(module.time, "sleep", self.sleep)
 
     def wall_ns(self) -> int:

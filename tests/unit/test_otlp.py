@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from muster.app.run import otlp, sent_figures
+from muster.app.run import otlp, run_figures
 from muster.app.run.otlp import EVERY_S, headers_of, otlp_export
 from muster.app.run.run_figures import RunFigures
 from muster.core.errors import install_command
@@ -116,7 +116,7 @@ def test_gauges_and_counters_arrive_as_what_they_are(receiver, tmp_path, monkeyp
 
 def test_where_events_never_stop_it_is_sent_all_the_same(receiver, tmp_path, monkeypatch):
     now_s = [100.0]
-    monkeypatch.setattr(sent_figures.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(run_figures.time, "monotonic", lambda: now_s[0])
     export = sink(receiver, tmp_path, [])
     for number in range(10):
         export.event(event("step", 5 + number, step=number, **STEP))

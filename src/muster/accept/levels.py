@@ -23,10 +23,10 @@ from muster.app.run import stop as stop_
 from muster.app.run import submit as submit_
 from muster.app.run.exec import execute
 from muster.app.run.resolve import resolved
+from muster.backends.backend import Site
 from muster.backends.cluster import Cluster
 from muster.backends.machine_prices import cluster_usd_per_hour
 from muster.backends.protocols import Terminal
-from muster.backends.site import Site
 from muster.catalog.rows import machines
 from muster.chaos.target import RunTarget
 from muster.config.load import Loaded

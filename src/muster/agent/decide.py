@@ -9,7 +9,7 @@ import signal
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from muster.agent import link, notice, unsupervised
+from muster.agent import link, unsupervised
 from muster.agent.evidence import gathering
 from muster.agent.hardware import host_check, kernel_lines, usage
 from muster.agent.programs import fork_server, preparation, replicator_child, trackers
@@ -51,7 +51,7 @@ def due_s(state: HostState) -> float:
         state.memory.next_s + MEMORY_EVERY_S / 2,
         warm_s,
         link.due_s(state),
-        notice.due_s(state),
+        unsupervised.due_s(state),
         preparation.due_s(state),
         replicator_child.due_s(state),
         fork_server.due_s(state),
@@ -75,7 +75,7 @@ def _tick(ctx: HostContext, _event: ev.Tick) -> None:
         ctx.state.memory.next_s = ctx.now_s + MEMORY_EVERY_S
         ctx.do(do.CheckMemory())
     link.tick(ctx)
-    notice.tick(ctx)
+    unsupervised.tick(ctx)
     preparation.tick(ctx)
     trackers.tick(ctx)
     hangs.tick(ctx)
@@ -260,7 +260,7 @@ def _on_line(ctx: HostContext, event: ev.ProgramLine) -> None:
             preparation.on_prepare_line(ctx, line)
         case preparation.NOTICES:
             if (source := preparation.on_notice_line(ctx, line)) is not None:
-                notice.on_notice(ctx, ev.Noticed(source))
+                unsupervised.on_notice(ctx, ev.Noticed(source))
         case trackers.NAME:
             trackers.on_line(ctx, line)
         case kernel_lines.DMESG:
@@ -408,7 +408,7 @@ HANDLERS: Mapping[type[ev.Event], Callable[[HostContext, Any], None]] = {
     ev.SnapshotsListed: _on_snapshots,
     ev.RunFileRead: _on_run_file,
     ev.Noted: _on_noted,
-    ev.Noticed: notice.on_notice,
+    ev.Noticed: unsupervised.on_notice,
     ev.WatchdogGone: _on_watchdog_gone,
     ev.ProgramStarted: _on_program_started,
     ev.ProgramLine: _on_line,

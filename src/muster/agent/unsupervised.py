@@ -2,6 +2,7 @@
 
 A supervisor that connects during the wait finds all of them in memory. What would be lost when this host exits is saved
 by its replicator as a checkpoint, where it is the whole state; a partial state is held for as long, then reported lost.
+A notice that this host is being removed is answered here too: without a supervisor the run is saved and ends.
 """
 
 from __future__ import annotations
@@ -9,14 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from muster.agent.programs import replicator_child
+from muster.agent.ranks import attempts
 from muster.agent.values.actions import ListSnapshots
-from muster.agent.values.state import FlushAnswer, HostContext, HostState
+from muster.agent.values.events import Noticed
+from muster.agent.values.state import NEVER, FlushAnswer, HostContext, HostState
 from muster.core.layout import Layout
 from muster.core.snapshots import SnapshotCopy
 from muster.protocol.exit_codes import UNSUPERVISED
 from muster.protocol.held_snapshots import newest_complete
 from muster.protocol.to_agent import CommitFlushed, FlushSnapshots
-from muster.protocol.to_supervisor import SnapshotsFlushed
+from muster.protocol.to_supervisor import HostNotice, SnapshotsFlushed
+from muster.protocol.values import CommandRanks
 
 #: Without a supervisor and without work an agent waits this long, or ``recovery.keep_hosts_after_failure_s`` where that
 #: is longer.
@@ -26,6 +30,9 @@ GRACE_PERIOD_S = 120.0
 RELEASED_S = 15.0
 REASON = "no supervisor and no work"
 """Why it exited, in its last event (a back end may look for it)."""
+#: Share of the grace time in which a host of several waits for a new supervisor, which can replace it. In the rest the
+#: ranks save, as they do where there is no one to ask.
+WAIT_SHARE = 0.5
 
 
 def begin(ctx: HostContext) -> None:
@@ -118,3 +125,55 @@ def _partial_state(held: Iterable[SnapshotCopy]) -> str | None:
         f"its memory held step {newest[0]} of {', '.join(f'rank {rank}' for rank in ranks)} "
         f"(of {size}), not the whole state, and was not saved"
     )
+
+
+def on_notice(ctx: HostContext, event: Noticed) -> None:
+    state, leaving, source = ctx.state, ctx.state.leaving, event.source
+    leaving.gone_s = ctx.now_s + state.spec.recovery.grace_s
+    if not state.ranks.table:
+        ctx.exit(f"got {source}")
+    elif state.spec.resources.hosts == 1:
+        _save(ctx)
+    elif state.is_supervised:
+        _tell(ctx, source)
+    else:
+        leaving.unreported = source
+
+
+def due_s(state: HostState) -> float:
+    """When ``tick`` acts, if no supervisor comes before."""
+    leaving = state.leaving
+    if leaving.unreported:
+        return leaving.gone_s - (1 - WAIT_SHARE) * state.spec.recovery.grace_s
+    return leaving.gone_s if leaving.reported else NEVER
+
+
+def tick(ctx: HostContext) -> None:
+    """Act on a notice that came while there was no supervisor, and leave when the time is over: a supervisor that
+    waits for the host to return would wait without end for one that never left (a machine of one's own)."""
+    state, leaving = ctx.state, ctx.state.leaving
+    if leaving.reported and _left_s(ctx) == 0:
+        if not state.ranks.table:
+            ctx.exit(f"got {leaving.reported}")
+        leaving.reported = ""  # with ranks: it was not taken away
+    if not leaving.unreported:
+        return
+    if state.is_supervised:
+        _tell(ctx, leaving.unreported)
+        leaving.unreported = ""
+    elif _left_s(ctx) <= (1 - WAIT_SHARE) * state.spec.recovery.grace_s:
+        leaving.unreported = ""
+        _save(ctx)
+
+
+def _tell(ctx: HostContext, source: str) -> None:
+    ctx.report(HostNotice(notice="preemption", source=source, grace_s=_left_s(ctx)))
+    ctx.state.leaving.reported = source
+
+
+def _save(ctx: HostContext) -> None:
+    attempts.command(ctx, CommandRanks(kind="stop", exit_code=75, deadline_s=_left_s(ctx)))
+
+
+def _left_s(ctx: HostContext) -> float:
+    return max(0.0, ctx.state.leaving.gone_s - ctx.now_s)

@@ -12,7 +12,6 @@ def run_ids(incomplete: str) -> list[str]:
 
 
 def key_paths(incomplete: str) -> list[str]:
-    """Key paths of a run file."""
     from muster.config.schema_keys import every_key
 
     paths = sorted({path for places in every_key().values() for path in places})

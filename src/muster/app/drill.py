@@ -52,8 +52,6 @@ OWN = (
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What a drill found."""
-
     fault: Fault
     run: RunDir
     seed: int

@@ -28,8 +28,6 @@ LOOK_S = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """One request that may be made."""
-
     place: str
     title: str
     """Back end, machines, mode, location and cost, in words."""

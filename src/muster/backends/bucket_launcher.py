@@ -18,7 +18,6 @@ from muster.backends import code_bundle, mailbox, run_home
 from muster.backends.letters import ASK, RUN, Command, Outcome, box_of
 from muster.backends.mailbox import Box
 from muster.backends.protocols import Terminal
-from muster.backends.run_home import SUBMISSION
 from muster.catalog import offers as catalogue
 from muster.catalog.offers import Option
 from muster.config.spec import RunSpec
@@ -34,11 +33,12 @@ from muster.protocol.lease import EndRecord
 from muster.protocol.pipes import FROM_POD, AskInPod
 from muster.storage import run_registry
 from muster.storage.home import HOME_FILE, Home
+from muster.storage.job_record import SUBMISSION
 from muster.storage.store import open_store
 from muster.transport.secure_session import read_token
 
 ASK_S = 30.0
-"""A question through the bucket takes seconds, however little its asker waits elsewhere."""
+"""A question through the home takes seconds, however little its asker waits elsewhere."""
 COMMAND_S = 600.0
 """For a command on a host (``muster exec``)."""
 RESUME_LATER, STOPPED_BY_USER = 75, 130
@@ -108,7 +108,7 @@ class BucketLauncher(Generic[P]):
 
         Raises:
             ConflictError: another run is in the folder, or lives in the home.
-            MusterError: the bucket cannot be written.
+            MusterError: the home cannot be written.
         """
         if run_registry.existing_id(local) not in (None, run_id):
             raise ConflictError(f"{local} holds another run", hint="choose another run_dir")
@@ -133,7 +133,7 @@ class BucketLauncher(Generic[P]):
         return self
 
     def home(self, run_id: str) -> Home | None:
-        """The run's home in a bucket, as the run's folder on this machine names it; None: only its hosts see it."""
+        """The run's home, as the folder on this machine names it; None: only its hosts see it."""
         local = local_dir(run_id)
         return run_home.open_of(local, self.store) if local is not None else None
 

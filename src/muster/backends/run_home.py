@@ -24,8 +24,6 @@ from muster.storage.home.bucket import CLIENT, BucketHome
 
 LEASE, END, RUN_ID = "lease.json", "end.json", "run_id"
 AGAIN = 75
-SUBMISSION = "submission"
-"""Label of a request, and key of ``job.json``: tells one submission of a run from the next."""
 WHERE = ("project", "locations", "cluster", "machine", "accelerator", "device", "queue")
 """Keys of ``resources`` by which a run's machines are found, in every version."""
 TRIES = 10

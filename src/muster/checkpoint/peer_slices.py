@@ -1,6 +1,6 @@
 """Shards in other hosts' memory, read in slices: only the blocks that the tensors asked for lie in are fetched.
 
-The other end is that host's replicator (``agent.replicator.slices``), which has compared the version with its checksum
+At the other end is that host's replicator (``replicator.transfer``), which has compared the version with its checksum
 and sends the sums of its blocks first. Every block is compared with its sum here before a byte of it is used.
 """
 

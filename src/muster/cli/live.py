@@ -40,7 +40,6 @@ class Display(api.Sink):
         self.spec = spec
         self.ranks = ranks
         self.script: ScriptOutput | None = None
-        """What ``ranks`` write."""
         self._looked = 0.0
         self.summary = RunView()
         self.run: RunDir | None = None
@@ -113,7 +112,6 @@ class Display(api.Sink):
             self.print(text)
 
     def print(self, text: str) -> None:
-        """One line of the run."""
         output.result(text)
 
     def print_script(self, text: str) -> None:

@@ -31,8 +31,6 @@ from muster.cli import (
     simulate,
     watch,
 )
-from muster.cli import exec as exec_
-from muster.cli import why as why_
 
 HELP = "Train language models on GPUs that come and go. Start: muster train RUN.yaml"
 
@@ -59,8 +57,6 @@ class _Formatter(Protocol):
 
 @runtime_checkable
 class _ParserError(Protocol):
-    """An exception of the parser."""
-
     def format_message(self) -> str: ...
 
 
@@ -91,12 +87,12 @@ for command in (
     run_commands.down, run_commands.export, run_commands.track, run_commands.sweep,
     inspect_commands.status, inspect_commands.logs, inspect_commands.events, inspect_commands.profile,
     inspect_commands.metrics, inspect_commands.report, inspect_commands.compare,
-    inspect_commands.checkpoints, inspect_commands.show, inspect_commands.data, why_.why, check_.check,
+    inspect_commands.checkpoints, inspect_commands.show, inspect_commands.data, inspect_commands.why, check_.check,
     drill.drill, watch.watch, plan.plan, plan.gpus, plan.calibrate, simulate.simulate, cloud.up, image.image,
     preflight.preflight, preflight.accept, render.render, remove.rm, remove.prune,
 ):  # fmt: skip
     app.command()(command)
-app.command(name="exec", context_settings={"ignore_unknown_options": True})(exec_.exec_)
+app.command(name="exec", context_settings={"ignore_unknown_options": True})(run_commands.exec_)
 app.add_typer(plan.prices_app, name="prices")
 
 

@@ -41,12 +41,10 @@ def folded(text: str, hang: int) -> None:
 
 
 def as_json(value: object) -> None:
-    """The result as JSON."""
     result(json.dumps(value, indent=1, ensure_ascii=False, default=str))
 
 
 def info(text: str) -> None:
-    """One line of diagnostics."""
     print(api.printable(text), file=sys.stderr, flush=True)
 
 

@@ -108,9 +108,9 @@ def plan(
         _write(out, answer)
         output.info(f"plan written to {out}; muster train {out} runs it")
     if html is not None:
-        from muster.app.planning import plan_page
+        from muster.app.planning import rehearsal_page
 
-        output.info(f"page: {plan_page.write(result, html)}")
+        output.info(f"page: {rehearsal_page.write(result, html)}")
     if json:
         output.as_json(answer)
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -29,7 +30,8 @@ def rm(runs: list[str] = RUNS, yes: bool = YES, dry_run: bool = DRY, json: bool 
     """
     from muster.app.run import remove as use_case
 
-    _end(use_case.removals(runs), runs, [], yes, dry_run, json)
+    chosen, sweeps = use_case.removals(runs)
+    _end(chosen, sweeps, [], yes, dry_run, json)
 
 
 def prune(
@@ -56,9 +58,9 @@ def prune(
 
 
 def _end(
-    chosen: Sequence[Removal], named: Sequence[str], forgotten: Sequence[str], yes: bool, dry_run: bool, json: bool
+    chosen: Sequence[Removal], named: Sequence[Path], forgotten: Sequence[str], yes: bool, dry_run: bool, json: bool
 ) -> None:
-    """Show it, ask, and remove it. ``named``: what was given by name, sweeps among it."""
+    """Show it, ask, and remove it. ``named``: folders of sweeps that were named."""
     from muster.app.run import remove as use_case
 
     sweeps = use_case.emptied_sweeps(named, chosen)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +19,7 @@ from muster.cli import output
 if TYPE_CHECKING:
     from muster.app.run.submit import Submitted
     from muster.app.run.train import Ended
+
 
 RUN_FILE = typer.Argument(..., metavar="RUN.yaml", help="The run file.")
 OVERRIDES = typer.Argument(
@@ -31,6 +34,8 @@ RANKS = typer.Option(
 OVER = typer.Option(
     [], "--over", metavar="KEY=VALUES", help="LOW..HIGH, LOW..HIGH:log, LOW..HIGH:STEP or A,B,C; may be repeated."
 )
+COMMAND = typer.Argument(None, metavar="-- CMD [ARG]...", help="The command and its arguments; default: bash.")
+HOST = typer.Option(None, "--host", help="Number of the host; default: the first.", min=0)
 
 
 def train(run_file: str = RUN_FILE, overrides: list[str] = OVERRIDES, ranks: str | None = RANKS) -> None:
@@ -307,3 +312,50 @@ def _leave(ended: Ended) -> None:
         os._exit(ended.exit_code)
     if ended.exit_code:
         raise typer.Exit(ended.exit_code)
+
+
+def exec_(run: str = RUN, command: list[str] = COMMAND, host: int | None = HOST) -> None:
+    """Run a command, or a shell, on a host of the run.
+
+    Exits with the command's exit code.
+    """
+    tty = sys.stdin.isatty() and sys.stdout.isatty()
+    piped = not sys.stdin.isatty() and not sys.stdin.closed
+    terminal = api.Terminal(
+        out=_writer(1),
+        err=_writer(2),
+        typed=_typed() if tty or piped else None,
+        tty=tty,
+        size=(os.get_terminal_size().columns, os.get_terminal_size().lines) if tty else None,
+    )
+    with _raw() if tty else contextlib.nullcontext():
+        code = api.execute(run, command or ["bash"], terminal, host=host)
+    if code:
+        raise typer.Exit(code)
+
+
+def _writer(descriptor: int) -> Callable[[bytes], None]:
+    def write(data: bytes) -> None:
+        while data:
+            data = data[os.write(descriptor, data) :]
+
+    return write
+
+
+def _typed() -> Iterator[bytes]:
+    while data := os.read(0, 4096):
+        yield data
+
+
+@contextlib.contextmanager
+def _raw() -> Iterator[None]:
+    """Send every key to the other side, Ctrl-C included; restore the terminal afterwards."""
+    import termios
+    import tty
+
+    before = termios.tcgetattr(0)
+    tty.setraw(0)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(0, termios.TCSADRAIN, before)

@@ -82,7 +82,6 @@ class PlainTree:
         self._said: dict[str, str] = {}
 
     def take(self, event: Event) -> None:
-        """Fold one event, and show it."""
         self.tree.take(event, time.monotonic())
         if isinstance(event, Said):
             self.say(event.text)
@@ -105,7 +104,6 @@ class PlainTree:
             self.say(f"{event.key}: {row.text}{took}")
 
     def say(self, text: str) -> None:
-        """One line."""
         output.info(f"{time.monotonic() - self.started_s:6.0f} s  {plain(text)}")
 
     def close(self) -> None:

@@ -41,7 +41,7 @@ from muster.data.text.templates import ChatTemplate
 from muster.data.tokenise import refuse_while_starting
 from muster.data.tokenizer import Encoder, find_template, install_template, locate, model_vocab_size, train
 from muster.storage import run_registry
-from muster.storage.mounts import uri_of_mounted
+from muster.storage.store.local import uri_of_mounted
 
 _POINTER = "data.json"
 _NEW_TOKENS = "new_tokens"

@@ -1,7 +1,7 @@
 """The current state of a run, folded event by event: for status, the live view and the end of ``train``.
 
 It takes each event once, in order, and of steps keeps the newest: what many steps make, tokens and speed, is the
-ledger's (``report.progress``).
+ledger's (``report.log_folder.progress``).
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ _KEPT_STEPS = 4096
 
 @dataclass(kw_only=True)
 class RankView:
-    """One rank of the newest attempt."""
-
     rank: int
     pid: int
     phase: str = "start"
@@ -38,8 +36,6 @@ class RankView:
 
 @dataclass(kw_only=True)
 class HostView:
-    """One host that was ever allocated."""
-
     name: str
     state: str = "ready"
     """training, spare, ready, lost, quarantined, released."""
@@ -89,7 +85,6 @@ class RunView:
     _held: dict[str, _Held] = field(default_factory=dict)
 
     def add(self, event: Event) -> None:
-        """Take one event, in order."""
         self.began_ns = event.wall_ns if self.began_ns is None else self.began_ns
         self.newest_ns = max(self.newest_ns, event.wall_ns)
         handler = _HANDLERS.get(event.kind)
@@ -103,7 +98,6 @@ class RunView:
 
     @property
     def numbers(self) -> training.Step | None:
-        """What that step's event says."""
         return self.newest.read(training.Step) if self.newest else None
 
     @property
@@ -237,7 +231,6 @@ def pace_s(ends_ns: Sequence[int]) -> float | None:
 
 
 def run_view(events: Iterable[Event]) -> RunView:
-    """Fold ``events``, in order."""
     view = RunView()
     for event in events:
         view.add(event)

@@ -89,7 +89,6 @@ class VirtualHost:
         return (copy.step, copy.attempt) in self.snapshots.get((copy.layout, copy.rank, copy.tier), ())
 
     def drop(self, copies: Iterable[SnapshotCopy]) -> None:
-        """Hold these no longer."""
         for copy in copies:
             if copy.host == self.name and self.holds(copy):
                 key = (copy.layout, copy.rank, copy.tier)
@@ -97,7 +96,6 @@ class VirtualHost:
                 self.snapshots[key] = tuple(left)
 
     def hello(self) -> AgentHello:
-        """Its agent's first message."""
         return AgentHello(
             version=MINE, host=self.name, pid=1, attempt=self.attempt, ready=True, step=self.step,
             alive={rank: 1 for rank in self.ranks if rank not in self.dead}, exited=tuple(sorted(self.exits)),

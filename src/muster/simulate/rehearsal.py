@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from muster.core.types import Topology
 from muster.policy.load import load_policy
-from muster.simulate import faults
+from muster.simulate import fault_schedule
 from muster.simulate.cluster import Cluster
 from muster.simulate.fault_schedule import Fault, schedule
 from muster.simulate.scenario import HOUR_S, Scenario
@@ -126,7 +126,6 @@ class Simulation:
         return RecoveryStateMachine(settings=settings, policy=self.policy, state=state)
 
     def run(self) -> Outcome:
-        """Simulate to the end of the time."""
         scenario, cluster = self.scenario, self.cluster
         hours = min(scenario.hours, scenario.trace.hours) if scenario.trace else scenario.hours
         wall_s = hours * HOUR_S
@@ -174,13 +173,13 @@ class Simulation:
         if fault.kind == "maintenance":
             self.notify(active[first], fault)
         elif fault.kind == "false_alarm":
-            faults.false_alarm(cluster, rank_of(cluster, active[first]))
+            fault_schedule.false_alarm(cluster, rank_of(cluster, active[first]))
         elif fault.swap:
             for name in self.neighbours(active[first], active)[: fault.hosts]:
                 cluster.kill_host(name, detect_s=fault.detect_s)
                 self.repair(name, fault.detect_s + fault.repair_s)
         elif fault.hangs:
-            faults.hang_rank(cluster, rank_of(cluster, active[first]), detect_s=fault.detect_s)
+            fault_schedule.hang_rank(cluster, rank_of(cluster, active[first]), detect_s=fault.detect_s)
         else:
             cluster.extra_start_s += fault.reset_s
             cluster.kill_rank(rank_of(cluster, active[first]), detect_s=fault.detect_s)
@@ -206,7 +205,7 @@ class Simulation:
         """Maintenance: a host gets notice, is taken away, and returns."""
         notice_s = self.scenario.maintenance_notice_s
         self._going.add(name)
-        faults.notice(self.cluster, name, grace_s=notice_s)
+        fault_schedule.notice(self.cluster, name, grace_s=notice_s)
         self.cluster.after(notice_s, lambda: self.cluster.kill_host(name))
         self.cluster.after(notice_s, lambda: self.repair(name, fault.repair_s))
 
@@ -220,7 +219,7 @@ class Simulation:
         self._going.discard(name)
         known = cluster.machine.state.hosts.get(name)
         if known is not None and known.quarantined:
-            faults.release_host(cluster, name)
+            fault_schedule.release_host(cluster, name)
             slot = name.partition("+")[0]
             self._replaced[slot] += 1
             name = f"{slot}+{self._replaced[slot]}"
@@ -244,7 +243,7 @@ class Simulation:
         if self.scenario.trace is not None:
             for name, host in list(self.cluster.hosts.items()):
                 if host.up:
-                    faults.release_host(self.cluster, name)
+                    fault_schedule.release_host(self.cluster, name)
         state = self.cluster.machine.state
         kept = State(attempt=state.attempt, next_incident=state.next_incident)
         self.cluster.after(wait_s, lambda: self.start_again(kept))
@@ -273,7 +272,7 @@ class Simulation:
         up = [name for name in names if self.cluster.hosts[name].up]
         for name in reversed(up[self._capacity :]):
             stepping = self.cluster.stepping
-            faults.release_host(self.cluster, name)
+            fault_schedule.release_host(self.cluster, name)
             self.injected["preempted"] += 1
             if stepping and not self.cluster.stepping:
                 self.open.append((self.cluster.now_s, "preempted"))

@@ -87,7 +87,6 @@ def _stage(row: JsonObject) -> Stage:
 
 
 def names() -> list[str]:
-    """Of the shipped table."""
     return list(_table())
 
 

@@ -209,7 +209,6 @@ class SteppingHosts:
             self.receive_from(first, self.event("step", attempt, self._step, detail))
 
     def event(self, kind: str, attempt: int, step: int | None, detail: JsonObject, *, rank: int = 0) -> RankEvent:
-        """What a rank says now."""
         at_ns = self.now_ns
         return RankEvent(kind=kind, attempt=attempt, mono_ns=at_ns, wall_ns=at_ns, rank=rank, step=step, detail=detail)
 
@@ -294,7 +293,6 @@ class SteppingHosts:
             self.receive_from(host, self.event("checkpoint.committed", attempt, step, detail))
 
     def _exit_all(self, code: int) -> None:
-        """Every rank exits with ``code``."""
         for host in list(self.hosts.values()):
             for rank in list(host.ranks) if host.up else []:
                 host.dead.add(rank)

@@ -16,6 +16,10 @@ from muster.core.errors import BackendError
 from muster.core.typed_json import Record, Unreadable, decode, encode, parse_object, whole
 from muster.storage import run_registry
 
+SUBMISSION = "submission"
+"""Label of a request, and key of ``job.json``: distinguishes the submissions of one run."""
+
+
 _LOCK = ".job.lock"
 _JobRecord = TypeVar("_JobRecord", bound="JobRecord")
 
@@ -86,7 +90,7 @@ def set_damaged_aside(run_dir: Path, error: BackendError) -> None:
 def submission(run_dir: Path) -> int:
     """How often the run has been submitted, by the record of any back end; 0 where that does not say."""
     try:
-        return whole(parse_object(processes.read_plain(run_dir / "job.json")), "submission", default=1)
+        return whole(parse_object(processes.read_plain(run_dir / "job.json")), SUBMISSION, default=1)
     except (OSError, ValueError):
         return 0
 

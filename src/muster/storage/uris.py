@@ -52,5 +52,4 @@ def join(uri: str, *parts: str) -> str:
 
 
 def name(uri: str) -> str:
-    """The last component."""
     return uri.rstrip("/").rpartition("/")[2]

@@ -8,9 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from muster.backends.gke.manifests.cluster_options import Options
 from muster.backends.gke.manifests.jobset import run_objects
-from muster.backends.gke.manifests.placement import Placement, place
+from muster.backends.gke.manifests.placement import Options, Placement, place
 from muster.backends.gke.manifests.render import cluster_objects, run_file_text
 from muster.backends.gke.manifests.yaml_text import dump
 from muster.config import load

@@ -17,9 +17,9 @@ for folder in ("gke", "gce"):
 import cases as gke  # noqa: E402
 import gce_cases as gce  # noqa: E402
 
-from muster.backends.gce.terraform import rendered as of_gce  # noqa: E402
-from muster.backends.gke.manifests.cluster_options import Options  # noqa: E402
-from muster.backends.gke.provision.terraform import rendered as of_gke  # noqa: E402
+from muster.backends.gce.inventory import rendered as of_gce  # noqa: E402
+from muster.backends.gke.formats import terraform_files as of_gke  # noqa: E402
+from muster.backends.gke.manifests.placement import Options  # noqa: E402
 
 PRIVATE = {"private": True, "authorized_networks": ["203.0.113.7/32"]}
 

@@ -36,10 +36,9 @@ from muster.accept import levels, record, run_network  # noqa: E402
 from muster.accept.ladder import Meter, climb  # noqa: E402
 from muster.backends.gce import requests  # noqa: E402
 from muster.backends.gce.compute import Compute  # noqa: E402
-from muster.backends.gce.launcher import GceLauncher  # noqa: E402
+from muster.backends.gce.launcher import GceLauncher, submission_of  # noqa: E402
 from muster.backends.gce.provision import Hosts as Provision  # noqa: E402
 from muster.backends.gce.provision import instances_of  # noqa: E402
-from muster.backends.gce.submission import submission_of  # noqa: E402
 from muster.backends.gke.launcher import GkeLauncher  # noqa: E402
 from muster.backends.google.http import GoogleHttp  # noqa: E402
 from muster.backends.google.request_log import RequestLogFile  # noqa: E402
@@ -180,7 +179,7 @@ def gce(bucket):
     cloud, time = service.user.cloud, service.user.time
     spec = gce_cases.spec("a3-megagpu-8g", "spot", run_dir=f"gs://example-bucket/{uuid.uuid4()}")
     of = gce_cases.placement(spec)
-    for request in requests.hosts(of, of.zones[0], turn=1):
+    for request in requests.hosts(of, of.zones[0], request_number=1):
         inner = request.body.get("instanceProperties") or request.body.get("properties") or {}
         for nic in inner.get("networkInterfaces", []):
             cloud.store[f"compute/v1/{nic['subnetwork']}"] = {"name": nic["subnetwork"].rpartition("/")[2]}
@@ -202,7 +201,7 @@ def gce(bucket):
             wall_s=lambda: Elapsing(time).wall_ns() / 1e9,
         )  # fmt: skip
         hosts.step()
-        names = [one.name for one in instances_of(hosts.compute, placement.stem) if one.turn]
+        names = [one.name for one in instances_of(hosts.compute, placement.stem) if one.request_number]
         living[:] = [name for name in names if any(guest.name == name for guest in guests)]
 
     def there(host):

@@ -11,7 +11,7 @@ from muster.accept import levels, record
 from muster.accept.ladder import DOLLARS, HOST_HOURS, Meter, climb
 from muster.app.cluster import preflight as preflight_
 from muster.app.inspect.network import NetworkChecked
-from muster.backends.site import HeldHost, Looked
+from muster.backends.backend import HeldHost, Looked
 from muster.config.load import loads
 from muster.core.errors import AccessError, CapacityError, MusterError
 from muster.core.types import JobState, JobStatus

@@ -9,9 +9,8 @@ import pytest
 from fakes.host import VirtualHost, spec_of
 
 from muster.agent.evidence import gathering
-from muster.agent.evidence.assemble import assemble
+from muster.agent.evidence.assemble import assemble, cgroup_state, process_state
 from muster.agent.evidence.gathering import EXIT_LIMIT_S, SPY
-from muster.agent.evidence.proc import cgroup_state, process_state
 from muster.agent.values.actions import AskRas, ReadOomKills, ReportEvidence, SendTo, StopProgram
 from muster.agent.values.events import (
     HardwareListed,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from fakes.host import VirtualHost
 
-from muster.agent.edge.memory_watch import MemoryWatch
+from muster.agent.edge.snapshots import MemoryWatch
 from muster.agent.values.actions import CheckMemory, RecordForkServer, StopProgram
 from muster.agent.values.events import MemoryChecked
 from muster.agent.values.host_identity import SOCKET, HostIdentity

@@ -3,7 +3,7 @@
 import pytest
 from fakes.host import VirtualHost, spec_of
 
-from muster.agent.notice import WAIT_SHARE
+from muster.agent.unsupervised import WAIT_SHARE
 from muster.agent.values.events import Noticed, PeerLost, SupervisorConnected
 from muster.protocol.to_supervisor import HostNotice
 from muster.protocol.values import CommandRanks

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from muster.app.run import stop
 from muster.backends.cluster import Down, Leftover, Said
-from muster.backends.gke.provision import pinned_manifests
+from muster.backends.gke.provision import software
 from muster.backends.gke.provision.cluster import GkeCluster, open_cluster
 from muster.backends.gke.provision.software import wanted_software
 from muster.backends.protocols import Lease
@@ -42,9 +42,9 @@ def release(url):
 
 def test_fetched_once_and_kept_byte_for_byte(home):
     asked = []
-    lines = pinned_manifests.fetch_missing(place(), lambda url: asked.append(url) or release(url))
-    assert len(lines) == len(asked) == 2 and pinned_manifests.fetch_missing(place(), lambda url: 1 / 0) == []
-    texts = pinned_manifests.at_hand(place(), None)
+    lines = software.fetch_missing(place(), lambda url: asked.append(url) or release(url))
+    assert len(lines) == len(asked) == 2 and software.fetch_missing(place(), lambda url: 1 / 0) == []
+    texts = software.at_hand(place(), None)
     assert texts["kueue.yaml"] == release("manifests.yaml").decode()
     assert str(home) in lines[0]
 
@@ -54,7 +54,7 @@ def test_an_address_that_does_not_answer():
         raise urllib.error.URLError("no route")
 
     with pytest.raises(BackendError, match=r"cannot get https://github\.com/kubernetes-sigs/") as caught:
-        pinned_manifests.fetch_missing(place(), nobody)
+        software.fetch_missing(place(), nobody)
     assert "--manifests FOLDER" in caught.value.hint
 
 
@@ -63,7 +63,7 @@ def test_nothing_is_applied_before_somebody_vouched_for_it(home):
         cluster(http=object(), fetch=release).up(None)
     found, path = cluster(fetch=release).pin(None)
     assert len(found) == 2 and path == home / "manifests.json"
-    assert pinned_manifests.pins() == dict(found) and json.loads(path.read_text())["pins"]
+    assert software.pins() == dict(found) and json.loads(path.read_text())["pins"]
     calls, doubts = cluster().dry_run(None)
     assert calls and doubts == []
 
@@ -76,20 +76,20 @@ def test_a_folder_with_other_bytes_is_refused_until_it_is_pinned_again(tmp_path)
         (folder / name).write_bytes(b"apiVersion: v1\nkind: ConfigMap\nmetadata: {name: other}\n")
     with pytest.raises(UsageError, match="has changed"):
         cluster(http=object()).up(folder)
-    before = dict(pinned_manifests.pins())
+    before = dict(software.pins())
     cluster().pin(folder)
-    assert pinned_manifests.pins().keys() == before.keys() and pinned_manifests.pins() != before
+    assert software.pins().keys() == before.keys() and software.pins() != before
 
 
 def test_a_file_of_pins_that_is_none(home):
     home.mkdir()
     (home / "manifests.json").write_text("[]")
     with pytest.raises(UsageError, match=r"manifests\.json is not a file of pinned manifests"):
-        pinned_manifests.pins()
+        software.pins()
 
 
 def test_a_dry_run_says_what_nobody_vouched_for(tmp_path):
-    pinned_manifests.fetch_missing(place(), release)
+    software.fetch_missing(place(), release)
     found = invoke(commands.up, tmp_path, "--dry-run", "--json")
     assert found.exit_code == 0, found.output
     rows = json.loads(found.stdout)

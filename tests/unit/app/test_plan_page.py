@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 import pytest
 
 from muster.app.planning import plan as use_case
-from muster.app.planning import plan_page
+from muster.app.planning import rehearsal_page
 from muster.core.errors import UsageError
 from muster.plan.search import LEAST_GAIN
 
@@ -34,7 +34,7 @@ def data_of(html):
 
 
 def test_the_page_holds_the_plan_and_loads_nothing(found):
-    html = plan_page.render(found)
+    html = rehearsal_page.render(found)
     assert "default-src 'none'" in html and "muster plan RUN.yaml" in html
     assert not re.search(r'(?:src|href)="(?:https?:)?//', html)
     assert not re.search(r"/\*(STYLE|LIBRARY|SCRIPT|DATA)\*/|<!--(TITLE|PLAIN)-->", html)
@@ -45,7 +45,7 @@ def test_the_page_holds_the_plan_and_loads_nothing(found):
 
 
 def test_each_candidate_is_one_point(found):
-    data = data_of(plan_page.render(found))
+    data = data_of(rehearsal_page.render(found))
     frontier, others = ({each["title"] for each in group} for group in (data["plan"]["frontier"], data["others"]))
     assert frontier and others and not frontier & others
     assert frontier | others == {each.title for each in found.outcome.candidates}
@@ -56,6 +56,6 @@ def test_each_candidate_is_one_point(found):
 
 
 def test_a_page_that_cannot_be_written_is_said(found, tmp_path):
-    assert plan_page.write(found, str(tmp_path / "plan.html")).stat().st_size > 50_000
+    assert rehearsal_page.write(found, str(tmp_path / "plan.html")).stat().st_size > 50_000
     with pytest.raises(UsageError, match="cannot write"):
-        plan_page.write(found, str(tmp_path / "no" / "plan.html"))
+        rehearsal_page.write(found, str(tmp_path / "no" / "plan.html"))

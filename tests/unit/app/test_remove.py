@@ -18,9 +18,10 @@ from muster.config import load
 from muster.core import resolved_file
 from muster.core.errors import ConflictError, UsageError
 from muster.core.types import JobState, JobStatus
-from muster.storage import memory_dir, mounts, run_registry, sweep_record
+from muster.storage import memory_dir, run_registry, sweep_record
 from muster.storage.memory_dir import MemoryDir
 from muster.storage.run_registry import RunDir
+from muster.storage.store import local
 from muster.storage.sweep_record import SweepRecord, TrialRecord
 
 SPEC = load.loads(
@@ -130,7 +131,7 @@ def test_a_folder_that_is_a_link_is_refused(state: State, tmp_path: Path):
 
 def test_a_mount_in_it_is_refused(state: State, monkeypatch: pytest.MonkeyPatch):
     run = made("one-1")
-    monkeypatch.setattr(mounts, "points", lambda: ["/", str(run.checkpoints)])
+    monkeypatch.setattr(local, "points", lambda: ["/", str(run.checkpoints)])
     with pytest.raises(UsageError, match="is mounted in"):
         remove.removal("one-1")
 
@@ -215,7 +216,7 @@ def test_prune_takes_a_sweep_with_the_last_of_its_trials(state: State):
     folder = a_sweep("t-0", "t-1")
     assert main.run(["rm", "t-0", "--yes"]) == 0
     assert (folder / sweep_record.NAME).exists(), "one trial is left"
-    (last,) = remove.removals(["t-1"])
+    (last,), _ = remove.removals(["t-1"])
     assert remove.emptied_sweeps([], [last]) == [folder]
 
 

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from muster.app.sweep import ranges, sweep, trial
-from muster.app.sweep.budget import Budget
 from muster.app.sweep.definition import define
 from muster.app.sweep.optimizer import Optimizer
+from muster.app.sweep.sweep import Budget
 from muster.config.spec import Limits
 from muster.core.errors import BackendError, BusyError, ConflictError, MusterError, RunFileError, UsageError
 from muster.core.events import Event

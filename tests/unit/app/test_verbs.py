@@ -29,7 +29,7 @@ from muster.core.typed_json import at
 from muster.core.types import JobHandle, JobRequest, JobState, JobStatus, LogChunk, Offer, TaskSpec
 from muster.protocol.client import AskStatus, FromClient, RestartRun, SupervisorStatus
 from muster.report import log_folder
-from muster.report.progress import progress
+from muster.report.log_folder import progress
 from muster.report.run_view import run_view
 from muster.storage import run_registry
 

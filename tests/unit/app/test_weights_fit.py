@@ -5,7 +5,7 @@ import json
 import pytest
 from fakes.model_hub import model_hub
 
-from muster.app.planning.weights_fit import weights_problems
+from muster.app.planning.model_shape import weights_problems
 from muster.config.spec import RunSpec
 from muster.core.errors import BackendError
 

@@ -5,7 +5,7 @@ import copy
 from cases import placement, run_objects, spec
 from fakes.plane import Play
 
-from muster.backends.gke.manifests.cluster_options import Options
+from muster.backends.gke.manifests.placement import Options
 
 
 def play(**changes):

@@ -8,7 +8,7 @@ from cases import placement, run_objects, spec
 from fakes.kubernetes import in_memory
 from fakes.plane import Play
 
-from muster.backends.gke.manifests.cluster_options import Options
+from muster.backends.gke.manifests.placement import Options
 from muster.backends.gke.operate.cluster_snapshot import take_snapshot
 
 INSTANCE = "app.kubernetes.io/instance"

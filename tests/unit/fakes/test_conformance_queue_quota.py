@@ -7,8 +7,8 @@ from cases import placement, run_objects, spec
 from fakes.kueue_config import CONFIG_MAP, kueue_config_refusals
 from fakes.plane import Play, phase
 
-from muster.backends.gke.manifests.cluster_options import Options
 from muster.backends.gke.manifests.kueue_objects import CPU_FLAVOR, queue_objects
+from muster.backends.gke.manifests.placement import Options
 from muster.backends.gke.manifests.yaml_text import dump
 
 FLAVOR = "muster-l4-spot"

@@ -7,7 +7,7 @@ from pathlib import Path
 from muster.core.clock import SystemClock
 from muster.core.event_log import EventLog
 from muster.report import api
-from muster.report.render.next_steps import next_steps
+from muster.report.render.document import next_steps
 from muster.report.render.series import series
 
 S = 10**9

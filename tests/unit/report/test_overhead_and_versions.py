@@ -5,8 +5,8 @@ from faulty_run import SECOND
 from test_lineage import STEP, Run
 
 from muster.report.ledger import figures
+from muster.report.ledger.figures import versions
 from muster.report.ledger.fold import fold
-from muster.report.ledger.restorable_versions import versions
 from muster.report.render.series import series
 
 

@@ -4,7 +4,7 @@ import pytest
 from faulty_run import Writer, write
 
 from muster.report import api, log_folder
-from muster.report.progress import progress
+from muster.report.log_folder import progress
 
 
 def both(place):

@@ -12,9 +12,9 @@ from random_runs import Files, plausible
 
 from muster.core.event_log.order import merge_by_monotonic_clock
 from muster.core.events import Event
+from muster.report.exposition import RunningGoodput
 from muster.report.ledger.figures import goodput
 from muster.report.ledger.fold import fold
-from muster.report.running_goodput import RunningGoodput
 
 STEP = {
     "loss": 2.5, "grad_norm": 1.0, "learning_rate": 0.1, "step_ns": 10**9, "tokens": 10, "supervised_tokens": 10,

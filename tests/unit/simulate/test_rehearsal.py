@@ -12,10 +12,10 @@ from rehearsing import everything, formula, spec_for
 from muster.app.planning.rehearsal_page import ledger_of
 from muster.core.errors import UsageError
 from muster.report.render.document import document
-from muster.simulate import capacity_trace, ensembles
+from muster.simulate import ensembles
 from muster.simulate.fault_schedule import Fault, schedule
 from muster.simulate.rehearsal import Simulation, rehearse
-from muster.simulate.scenario import FaultKind, Saves, Scenario
+from muster.simulate.scenario import FaultKind, Saves, Scenario, read_trace
 from muster.simulate.stage_times import Recovery, constant, measured, names, shipped
 
 TRACES = Path(__file__).parents[4] / "shared" / "data" / "oracles" / "traces"
@@ -216,9 +216,9 @@ def test_wrong_traces_are_refused(tmp_path):
         path = tmp_path / "t.json"
         path.write_text(text)
         with pytest.raises(UsageError, match="not a capacity trace"):
-            capacity_trace.read(path)
+            read_trace(path)
     with pytest.raises(UsageError, match="cannot read"):
-        capacity_trace.read(tmp_path / "none.json")
+        read_trace(tmp_path / "none.json")
 
 
 def spot(found, **changes):
@@ -231,7 +231,7 @@ def spot(found, **changes):
 def test_a_trace_takes_and_gives_hosts(tmp_path):
     path = tmp_path / "made.json"
     path.write_text(json.dumps({"metadata": {"gap_seconds": 600}, "data": [2] * 6 + [1] * 6 + [0] * 30 + [2] * 12}))
-    found = capacity_trace.read(path)
+    found = read_trace(path)
     assert (found.counts, found.times_s, found.hours) == ((2, 1, 0, 2), (0, 3600, 7200, 25_200), 9.0)
     outcome = rehearse(spot(found), 0)
     assert outcome.purchased_host_s == pytest.approx(2 * 3600 + 3600 + 2 * 7200, rel=0.01), "gone hosts cost nothing"
@@ -244,7 +244,7 @@ def test_a_trace_takes_and_gives_hosts(tmp_path):
 @pytest.mark.skipif(not TRACES.is_dir(), reason="no recorded traces beside the repository")
 @pytest.mark.parametrize("name", ["availability_16-node", "preemption_4-node"])
 def test_recorded_spot_traces_under_two_policies_name_the_cheaper(name):
-    found = capacity_trace.read(next(TRACES.glob(f"{name}*.json")))
+    found = read_trace(next(TRACES.glob(f"{name}*.json")))
     outcomes = {
         policy: rehearse(spot(found, policy=policy, min_hosts=1 if policy == "default" else max(found.counts)), 0)
         for policy in ("default", "conservative")

@@ -3,9 +3,8 @@
 import pytest
 
 from muster.core.errors import UsageError
-from muster.storage import mounts
-from muster.storage.mounts import uri_of_mounted
-from muster.storage.store import LocalStore
+from muster.storage.store import LocalStore, local
+from muster.storage.store.local import uri_of_mounted
 
 TABLE = r"""
 22 27 0:21 / /proc rw,relatime - proc proc rw
@@ -51,7 +50,7 @@ def test_without_a_table_nothing_is_mounted(tmp_path):
 def test_conditional_writes_on_a_mounted_bucket_are_refused(tmp_path, monkeypatch):
     table = tmp_path / "mountinfo"
     table.write_text(f"1 0 0:1 / {tmp_path}/mnt rw - fuse some-bucket rw\n")
-    monkeypatch.setattr(mounts, "MOUNTS", table)
+    monkeypatch.setattr(local, "MOUNTS", table)
     (tmp_path / "mnt").mkdir()
     store, lease = LocalStore(), str(tmp_path / "mnt" / "lease.json")
     for write in (lambda: store.put_if_absent(lease, b"x"), lambda: store.put_if(lease, b"x", "1.1")):

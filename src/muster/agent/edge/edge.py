@@ -18,11 +18,8 @@ from muster.agent.edge.background import Background
 from muster.agent.edge.children import FULL_S, Children, Ended, Output
 from muster.agent.edge.home import HostHome
 from muster.agent.edge.host_event_log import HostLog
-from muster.agent.edge.memory_watch import MemoryWatch
-from muster.agent.edge.snapshots import SnapshotStore
-from muster.agent.evidence.assemble import assemble
-from muster.agent.evidence.counters import counters
-from muster.agent.evidence.proc import cgroup_state
+from muster.agent.edge.snapshots import MemoryWatch, SnapshotStore
+from muster.agent.evidence.assemble import assemble, cgroup_state, counters
 from muster.agent.evidence.ras_query import ask
 from muster.agent.hardware.kernel_log import KernelLog, list_hardware
 from muster.agent.programs import fork_server, trackers

@@ -31,8 +31,7 @@ from muster.agent.replicator.checkpoint_writer import (
 )
 from muster.agent.replicator.memory_flush import commit_flushed, flush
 from muster.agent.replicator.replication import SnapshotReceiver, SnapshotSender, connect, decode_peer
-from muster.agent.replicator.slices import SliceSource, send_blocks
-from muster.agent.replicator.transfer import PeerStream, answer_read, receive_version
+from muster.agent.replicator.transfer import PeerStream, SliceSource, answer_read, receive_version, send_blocks
 from muster.checkpoint_format.fences import NonceOf, nonces_of, unbound
 from muster.checkpoint_format.snapshot_ring import NoRoom, Ring, Version, file_name, refuse
 from muster.core import environment

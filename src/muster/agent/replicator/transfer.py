@@ -6,13 +6,16 @@ where they lie before the version counts. So what rots on the way, or before, is
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
+from muster.checkpoint_format.checksum import SLICE_BLOCK_BYTES, BlockSums, checksum_of
 from muster.checkpoint_format.snapshot_ring import Ring, Version
 from muster.core.errors import CheckpointError
 from muster.core.snapshots import FETCHED_SLOTS
+from muster.core.types import Checksum
 from muster.protocol.replicator_peers import (
     Absent,
     Go,
@@ -21,9 +24,12 @@ from muster.protocol.replicator_peers import (
     NotIntact,
     PeerMessage,
     PushVersion,
+    ReadSlices,
     ReadVersion,
+    SlicesFollow,
     Torn,
     VersionFollows,
+    WantBlocks,
     Whole,
 )
 from muster.transport.stream import Stream
@@ -92,3 +98,63 @@ def receive_version(
         stream.send(Held())
     finally:
         ring.close()
+
+
+class SliceSource:
+    """Remembers the sums of the versions that were asked for: each is read whole once, however many ranks ask."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._files: dict[str, _Summed] = {}
+
+    def describe(self, ring: Ring, request: ReadSlices, stream: PeerStream) -> None:
+        """Answer ``ReadSlices``. Raises CheckpointError, after refusing the reader, if the version is not intact."""
+        version = ring.find(request.copy.step, request.copy.attempt)
+        if version is None:
+            stream.send(Absent())
+            return
+        with self._lock:
+            summed = self._files.setdefault(ring.path.name, _Summed())
+        try:
+            sums = summed.sums(ring, version)
+        except CheckpointError as error:
+            stream.send(NotIntact(reason=str(error)))
+            raise
+        stream.send(
+            SlicesFollow(
+                header=ring.header.decode(), slot_bytes=ring.slot_bytes, block_bytes=SLICE_BLOCK_BYTES,
+                sums=checksum_of(sums),
+            )
+        )  # fmt: skip
+        if isinstance(stream.receive(), Go):
+            stream.send_bytes(memoryview(sums))
+
+
+def send_blocks(ring: Ring, request: WantBlocks, stream: PeerStream) -> None:
+    """Answer ``WantBlocks``. Raises CheckpointError where the version is no longer there."""
+    version = ring.find(request.copy.step, request.copy.attempt)
+    if version is None:
+        raise CheckpointError(f"{ring.path.name} of step {request.copy.step} is no longer there")
+    slot = ring.slot(version.slot)
+    for first, count in request.runs:
+        stream.send_bytes(slot[first * SLICE_BLOCK_BYTES : (first + count) * SLICE_BLOCK_BYTES])
+
+
+class _Summed:
+    """One file's version that was asked for last, and the sums of its blocks."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._of: tuple[Version, Checksum] | None = None
+        self._sums = b""
+
+    def sums(self, ring: Ring, version: Version) -> bytes:
+        """Raises CheckpointError where the version does not match its checksum."""
+        with self._lock:
+            checksum = ring.checksum(version)
+            if checksum is None or self._of != (version, checksum):
+                blocks = BlockSums(SLICE_BLOCK_BYTES)
+                ring.verify(version, blocks)
+                self._sums = blocks.finish()
+                self._of = None if checksum is None else (version, checksum)
+            return self._sums

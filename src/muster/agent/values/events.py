@@ -76,8 +76,6 @@ class RankExiting:
 
 @dataclass(frozen=True)
 class RankThreadsEnded:
-    """No thread of a rank runs any more."""
-
     pid: int
     has_room: bool
     """There is room on the host for the memory of another one."""
@@ -106,7 +104,6 @@ class ProgramEnded:
     output: bytes = b""
     """All that it wrote, where it is not read by lines; the last line of its log, where that has all of it."""
     failure: StartFailed | None = None
-    """Why it could not be started."""
 
 
 @dataclass(frozen=True)

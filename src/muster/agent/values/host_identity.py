@@ -27,8 +27,6 @@ METADATA_URL = "http://metadata.google.internal"
 
 @dataclass(frozen=True, kw_only=True)
 class HostIdentity:
-    """One host of one run."""
-
     run_dir: Path
     run_id: str
     host: str

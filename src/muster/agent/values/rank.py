@@ -32,8 +32,6 @@ UNENDED = frozenset({_S.RUNNING, _S.PAUSING, _S.PAUSED})
 
 @dataclass
 class Steps:
-    """Where a rank is."""
-
     step: int = -1
     micro: int = 0
     first: int | None = None
@@ -77,8 +75,6 @@ class Watch:
 
 @dataclass
 class Rank:
-    """A process that runs a rank."""
-
     pid: int
     rank: int
     attempt: int

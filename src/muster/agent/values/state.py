@@ -294,8 +294,6 @@ class Hardware:
 
 @dataclass
 class Memory:
-    """The host's folder in memory."""
-
     next_s: float = 0.0
     trouble: str = ""
 

@@ -39,8 +39,6 @@ NAMED = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One line of the picture."""
-
     key: str
     parent: str | None
     state: State

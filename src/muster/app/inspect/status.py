@@ -28,7 +28,7 @@ from muster.storage import run_registry
 from muster.storage.run_registry import RunDir
 
 if TYPE_CHECKING:
-    from muster.report.progress import Progress
+    from muster.report.log_folder import Progress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +91,6 @@ class Summary:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
-    """One look at one run."""
-
     run: RunDir
     backend: str
     status: JobStatus
@@ -160,7 +158,7 @@ def status(reference: str) -> RunStatus:
         mirror(launcher, run, damaged.append)
         # numpy, which verbs that only look a run up do without
         from muster.report import log_folder
-        from muster.report.progress import progress
+        from muster.report.log_folder import progress
 
         folder = log_folder.read(run.events)
         damaged += folder.damaged

@@ -19,8 +19,6 @@ _ORDER = ("complete", "open", "pruned", "failed")
 
 @dataclass(frozen=True, kw_only=True)
 class TrialView:
-    """One trial and its run."""
-
     trial: TrialRecord
     run: RunStatus | None
     """None: not begun, or it cannot be read."""
@@ -35,8 +33,6 @@ class TrialView:
 
 @dataclass(frozen=True, kw_only=True)
 class SweepView:
-    """A sweep."""
-
     folder: Path
     record: SweepRecord
     trials: Sequence[TrialView]

@@ -37,8 +37,6 @@ LONGEST_LOG_BYTES = 64 << 20
 
 @dataclass(kw_only=True)
 class IncidentView:
-    """One incident, from its events."""
-
     incident_id: str
     kind: str
     evidence: str

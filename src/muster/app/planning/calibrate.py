@@ -78,8 +78,6 @@ class Entry(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Calibrated:
-    """A calibration and where it was kept."""
-
     run_id: str
     accelerator: str
     path: Path

@@ -121,7 +121,6 @@ def base_of(source: str) -> Base:
 
 
 def gpus_here() -> int:
-    """GPUs of this machine."""
     spec = load.loads("name: here\nmodel: {source: x}\ndata: {sources: [{type: random}]}\ntraining: {steps: 1}\n").spec
     [offer] = backends.load(spec.backend).offers(spec)
     return offer.gpus_per_node

@@ -18,8 +18,7 @@ from typing import TypeVar
 from muster import backends
 from muster.app.planning.calibrate import calibration_for
 from muster.app.planning.hardware import hardware
-from muster.app.planning.model_shape import shape_of, unfit
-from muster.app.planning.weights_fit import weights_problems
+from muster.app.planning.model_shape import shape_of, unfit, weights_problems
 from muster.catalog import rows
 from muster.config import load
 from muster.config.load import Loaded
@@ -51,8 +50,6 @@ LIMITS = ("limits.deadline", "limits.max_usd", "limits.max_hours")
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A plan, and what a table of it needs."""
-
     plan: Plan
     spec: RunSpec
     """The run file's, before the plan's settings."""

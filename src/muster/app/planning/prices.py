@@ -33,8 +33,6 @@ Fetch = Callable[[str, Mapping[str, str]], JsonObject]
 
 @dataclass(frozen=True, kw_only=True)
 class Updated:
-    """What an update did."""
-
     path: Path
     prices: tuple[Price, ...]
     skus: int

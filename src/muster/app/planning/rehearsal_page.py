@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from muster.app.planning.plan import Planned
 from muster.app.planning.simulate import to_json
 from muster.core.errors import UsageError
 from muster.core.event_details.attempts import AttemptStarted
 from muster.core.events import Event
-from muster.core.typed_json import JsonObject
+from muster.core.typed_json import Json, JsonObject
 from muster.report.ledger.fold import Ledger, fold
 from muster.report.render import page
 from muster.report.render.document import document
@@ -24,6 +25,8 @@ from muster.supervise.recovery.inputs import SECOND_NS
 RUN_ID = "rehearsal"
 #: Each step is an event that is folded: a million take about a gigabyte.
 MOST_STEPS = 1_000_000
+#: Of a plan's document: the run file's own text has no place on a page that is passed on.
+_LEFT_OUT = ("run_text", "spec", "spec_digest", "settings")
 
 
 def write_page(study: Study, target: str) -> Path:
@@ -134,3 +137,35 @@ def _event(
     at_ns = round(at_s * SECOND_NS)
     return Event(run_id=RUN_ID, attempt=attempt, seq=seq, mono_ns=at_ns, wall_ns=at_ns, host=host, kind=kind,
                  detail=detail, rank=rank, step=step, phase=phase)  # fmt: skip
+
+
+def render(result: Planned) -> str:
+    """The page. It loads nothing from anywhere."""
+    plan = {key: value for key, value in result.plan.to_json().items() if key not in _LEFT_OUT}
+    taken = {way.title for way in result.plan.frontier}
+    others = [point for point in _points(result) if point["title"] not in taken]
+    data: dict[str, Json] = {"plan": plan, "others": others, "limits": result.limits}
+    return page.fill(data, title=f"{result.plan.job} · Muster plan", scripts=("plan.js",), plain="muster plan RUN.yaml")
+
+
+def write(result: Planned, target: str) -> Path:
+    """Write the page and return its path.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    return page.write(render(result), target, hint="choose another place with --html")
+
+
+def _points(result: Planned) -> list[JsonObject]:
+    """Everything else that fits, at its best setting."""
+    return [
+        {
+            "title": candidate.title,
+            "accelerator": candidate.option.offer.accelerator,
+            "gpus": candidate.gpus,
+            "hours": {"p50": candidate.cost.hours_p50, "p90": candidate.cost.hours_p90},
+            "usd": {"p50": candidate.cost.usd_p50, "p90": candidate.cost.usd_p90},
+        }
+        for candidate in result.outcome.candidates
+    ]

@@ -19,11 +19,11 @@ from muster.core.event_details.training import Step
 from muster.core.incidents import KINDS, traits_of
 from muster.core.typed_json import Json
 from muster.report import api
-from muster.simulate import capacity_trace, ensembles
+from muster.simulate import ensembles
 from muster.simulate import stage_times as profiles
 from muster.simulate.ensembles import Choice, Progress, Study
 from muster.simulate.host_time import CATEGORIES
-from muster.simulate.scenario import Saves, Scenario
+from muster.simulate.scenario import Saves, Scenario, read_trace
 from muster.simulate.stage_times import Profile, Recovery
 
 MODELLED = (
@@ -85,7 +85,7 @@ def scenario_of(run_file: str | Path, overrides: Sequence[str], asked: Asked) ->
     profile = profile_of(asked.profile, cpu=spec.resources.device == "cpu")
     basis = _basis(run_file, overrides, loaded, asked, profile)
     profile = replace(profile, stages={**profile.stages, "step": basis.step})
-    held = capacity_trace.read(asked.trace) if asked.trace else None
+    held = read_trace(asked.trace) if asked.trace else None
     hosts = asked.hosts or basis.hosts
     spares = spec.resources.spare_hosts if asked.spares is None else asked.spares
     quantum, replicas, per_host = _groups(spec, hosts)

@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-from muster.app.run.run_figures import RunFigures
-from muster.app.run.sent_figures import MOST_TOLD, SentFigures
+from muster.app.run.run_figures import MOST_TOLD, RunFigures, SentFigures
 from muster.backends.google.http import Call, Http, Unreachable
 from muster.backends.google.metadata import MachineHttp
 from muster.core.typed_json import Json, JsonObject

@@ -62,7 +62,6 @@ class Sink:
         """The first call."""
 
     def event(self, event: Event) -> None:
-        """The next event."""
         raise NotImplementedError
 
     def left_out(self, count: int) -> None:

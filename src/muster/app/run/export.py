@@ -25,10 +25,8 @@ from muster.core.redact import redact
 from muster.core.typed_json import JsonObject, parse_object, text, texts, whole
 from muster.data.hub import translate
 from muster.data.weights.model_files import hub_id, licence_of
-from muster.report import log_folder
-from muster.report.progress import progress
 from muster.report.render.document import Document
-from muster.report.run_view import RunView
+from muster.report.run_view import RunView, run_view
 from muster.storage import run_registry
 from muster.storage.run_registry import RunDir
 
@@ -110,8 +108,8 @@ def with_weights(spec: RunSpec, tell: Callable[[str], None]) -> RunSpec:
 
 def _pushed(hub: Any, repo: str, run: RunDir, found: Exported, *, kept: bool) -> Exported:
     """With its card, on the hub. The card stays in a folder that is kept."""
-    seen = progress(log_folder.read(run.events)).view
-    document = report(str(run.path)).document
+    result = report(str(run.path))
+    seen, document = run_view(each.event for each in result.ledger.events), result.document
     licence = licence_of(found.folder)
     card = model_card(spec_of(run), seen, document, step=found.step, kind=found.kind, licence=licence, note=found.note)
     (found.folder / CARD).write_text(card)

@@ -15,8 +15,7 @@ from email.message import Message
 from typing import IO, TYPE_CHECKING
 
 from muster.app.run.event_writer import Sink
-from muster.app.run.run_figures import RunFigures
-from muster.app.run.sent_figures import MOST_TOLD, SentFigures
+from muster.app.run.run_figures import MOST_TOLD, RunFigures, SentFigures
 from muster.core import environment
 from muster.core.errors import install_command
 from muster.report.exposition import Family, Sample

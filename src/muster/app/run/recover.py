@@ -11,7 +11,7 @@ from muster.app.inspect.status import job, spec_of
 from muster.app.run import resolve, submit, train
 from muster.app.run.event_writer import Sink
 from muster.app.run.repair import repair_run_file
-from muster.app.run.submit import SUBMISSION, Intent, Submitted
+from muster.app.run.submit import Intent, Submitted
 from muster.app.run.train import Ended
 from muster.backends import code_bundle
 from muster.config import load
@@ -24,6 +24,7 @@ from muster.core.types import JobState
 from muster.policy.load import load_policy
 from muster.protocol.lease import read_lease
 from muster.storage import job_record, run_registry
+from muster.storage.job_record import SUBMISSION
 from muster.storage.run_registry import RunDir
 from muster.transport.secure_session import run_token
 

@@ -19,9 +19,10 @@ from muster.app.inspect.supervisor_client import backend_of
 from muster.core.errors import AccessError, ConflictError, MusterError, UsageError
 from muster.core.typed_json import JsonObject
 from muster.core.types import JobState
-from muster.storage import memory_dir, mounts, run_registry, sweep_record
+from muster.storage import memory_dir, run_registry, sweep_record
 from muster.storage.memory_dir import MemoryDir
 from muster.storage.run_registry import RunDir
+from muster.storage.store import local
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,28 +51,35 @@ class Removal:
         }
 
 
-def removals(references: Sequence[str]) -> list[Removal]:
-    """What removing these runs and sweeps would free, each run once; of a sweep the runs of its trials.
+def removals(references: Sequence[str]) -> tuple[list[Removal], list[Path]]:
+    """What removing these runs and sweeps would free, each run once, and the folders of the sweeps; of a sweep the runs
+    of its trials.
 
     Raises as ``removal``; a trial whose run is gone already is passed over.
     """
     named: list[str] = []
+    folders: list[Path] = []
     for reference in references:
         sweep = sweep_record.find(reference)
-        known = {run_id for run_id, _ in run_registry.registry()} if sweep is not None else set()
-        named += [str(trial.run_id) for trial in sweep[1].trials if trial.run_id in known] if sweep else [reference]
-    return list({each.run.run_id: each for each in map(removal, named)}.values())
+        if sweep is None:
+            named.append(reference)
+            continue
+        folder, record = sweep
+        known = {run_id for run_id, _ in run_registry.registry()}
+        named += [str(trial.run_id) for trial in record.trials if trial.run_id in known]
+        folders.append(folder)
+    return list({each.run.run_id: each for each in map(removal, named)}.values()), folders
 
 
-def emptied_sweeps(references: Sequence[str], chosen: Sequence[Removal]) -> list[Path]:
-    """Folders of the sweeps that are named, or that the removal of ``chosen`` leaves without a run.
+def emptied_sweeps(named: Sequence[Path], chosen: Sequence[Removal]) -> list[Path]:
+    """The sweeps' folders ``named``, and those of sweeps that the removal of ``chosen`` leaves without a run.
 
     Raises:
         ConflictError: such a sweep runs.
     """
     going = {each.run.run_id for each in chosen}
     here = {run_id for run_id, _ in run_registry.registry()} - going
-    folders = [found[0] for found in map(sweep_record.find, references) if found is not None]
+    folders = list(named)
     for folder, record in sweep_record.every().items():
         runs = {trial.run_id for trial in record.trials}
         if runs & going and not runs & here and folder not in folders:
@@ -179,7 +187,6 @@ def forgotten() -> list[str]:
 
 
 def forget(run_id: str) -> None:
-    """Remove such an entry."""
     run_registry.forget(run_id)
 
 
@@ -212,7 +219,7 @@ def _check_own(run: RunDir) -> None:
     place = run.path
     if place.is_symlink():
         raise UsageError(f"{place} is a link to {os.readlink(place)}", hint="remove the link and its target yourself")
-    mounted = [point for point in mounts.points() if point != os.path.realpath(place) and _inside(point, place)]
+    mounted = [point for point in local.points() if point != os.path.realpath(place) and _inside(point, place)]
     if mounted:
         raise UsageError(f"{mounted[0]} is mounted in {place}", hint=f"umount {mounted[0]} first")
     for run_id, path in run_registry.registry():

@@ -32,8 +32,8 @@ def resolved(spec: RunSpec, launcher: Launcher) -> tuple[RunSpec, str | None]:
 
         spec, why = laid_out(spec)
     if not here:
+        from muster.app.planning.model_shape import weights_problems
         from muster.app.planning.prices import priced
-        from muster.app.planning.weights_fit import weights_problems
 
         if problems := weights_problems(spec):
             raise RunFileError(problems)

@@ -56,7 +56,6 @@ class HostRevival(Sink):
     _failure: str = ""
     """Why one could not be started, as it was last said; empty where nothing is wrong any more."""
     _said_s: float = 0.0
-    """When."""
 
     def event(self, event: Event) -> None:
         if event.kind in _BEGIN:

@@ -34,8 +34,6 @@ LEAVE_S = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class Stopping:
-    """Outcome of a stop."""
-
     run: RunDir
     status: JobStatus
     was_running: bool
@@ -147,8 +145,6 @@ def _check_correction(run: RunDir, before: RunSpec, after: RunSpec, held: Superv
 
 @dataclass(frozen=True, kw_only=True)
 class Down:
-    """Outcome of a tear-down."""
-
     run: RunDir
     left: tuple[str, ...]
     """What still exists; empty is the proof."""

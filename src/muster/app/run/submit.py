@@ -33,13 +33,12 @@ from muster.core.typed_json import Json, JsonObject, child, children, parse_obje
 from muster.core.types import JobHandle, JobRequest
 from muster.storage import job_record, run_registry, run_secrets, uris
 from muster.storage.home import FolderHome, Home
+from muster.storage.job_record import SUBMISSION
 from muster.storage.run_registry import RunDir
 from muster.storage.store import open_store
 from muster.storage.store.local import check_conditional_writes
 from muster.supervise.process.lease import newest_term
 
-#: Label that tells one submission of a run from the next.
-SUBMISSION = "submission"
 #: Longest wait for a supervisor to hold the run: its imports, and a lease that it has to see expire.
 FIRST_WORD_S = 30.0
 Tell = Callable[[str], None]
@@ -47,8 +46,6 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Submitted:
-    """A run under way."""
-
     run: RunDir
     spec: RunSpec
     launcher: Launcher

@@ -36,8 +36,6 @@ LEAVE_S = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How a foreground run ended."""
-
     run: RunDir
     exit_code: int
     shown: bool = True

@@ -26,8 +26,6 @@ RECOVERIES = 3
 
 @dataclass
 class Trial:
-    """What is known of a trial's run."""
-
     number: int
     run: RunDir
     step: int = 0

@@ -201,8 +201,6 @@ ACCOUNT_SHARE = 8
 
 @dataclass(kw_only=True)
 class Shown:
-    """One run as the page shows it."""
-
     run_id: str
     view: JsonObject = field(default_factory=dict)
     """As the terminal's ``muster watch`` has it."""

@@ -28,8 +28,8 @@ def _rendered(spec: RunSpec, *, run_id: str, run_dir: str | None, options: JsonO
 
 
 def _terraform(spec: RunSpec, *, run_id: str, run_dir: str | None, options: JsonObject) -> RenderedFiles:
+    from muster.backends.gce.inventory import rendered
     from muster.backends.gce.project import open_project
-    from muster.backends.gce.terraform import rendered
 
     return RenderedFiles(files=rendered(open_project(spec).sites[0].placement))
 
@@ -41,7 +41,7 @@ def _cluster(spec: RunSpec, *, zone: str | None = None, adopt: bool = False) -> 
 
 
 def _rents(options: Sequence[Option]) -> Sequence[Option]:
-    from muster.backends.gce.offers import rents
+    from muster.backends.gce.placement import rents
 
     return rents(options)
 

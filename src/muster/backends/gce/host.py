@@ -68,8 +68,6 @@ def rules(role: str) -> Rules:
 
 @dataclass(kw_only=True)
 class GcePlace(Place):
-    """One machine of the run."""
-
     machine: Machine
     hosts: Hosts | None = None
     """On the supervisor's machine, which removes everything at the run's end."""

@@ -12,8 +12,8 @@ from muster.backends.gce.placement import PREFIX, Placement, region_of
 from muster.backends.gce.requests import PERMISSIONS as SUPERVISOR_PERMISSIONS
 from muster.backends.gce.requests import ROLE, role
 from muster.backends.google.http import Call
-from muster.backends.google.project.access import Services
-from muster.backends.google.project.accounts import account_grant, service_account
+from muster.backends.google.project import terraform
+from muster.backends.google.project.access import Services, account_grant, service_account
 from muster.backends.google.project.buckets import bucket
 from muster.backends.google.project.networks import MAIN_RANGES, main_rule, networks
 from muster.backends.google.project.policies import of_account, of_bucket, of_project
@@ -236,3 +236,20 @@ class Role(RestResource):
             session.ok(Call(method="POST", url=f"{self.url}:undelete", body={}))
             return
         super().make(session)
+
+
+def rendered(placement: Placement) -> dict[str, str]:
+    """File name -> text, for the run file's first region.
+
+    Raises:
+        UsageError: data networks that cannot be in all of its zones.
+    """
+    where = sites(placement)[0]
+    about = (
+        f"Written by `muster render --format terraform` for runs on {where.machine.name} in {where.region}.\n"
+        "`muster submit` makes the machines. It was never applied: read `terraform plan`."
+    )
+    values = {"services": [*where.services.names]}
+    return terraform.rendered(
+        resources(where), where="gce", project=where.project, zone=where.zone, values=values, about=about
+    )

@@ -24,8 +24,6 @@ PATIENCE_S = 100.0
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """One machine of one run."""
-
     name: str
     zone: str
     address: str

@@ -6,14 +6,18 @@ import hashlib
 import math
 import re
 import uuid
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from muster.backends.bucket_paths import home_filled_in, home_of
+from muster.catalog import gce, gke, rows
 from muster.catalog import gce as catalogue
-from muster.catalog import gke, rows
+from muster.catalog import gke as machines
 from muster.catalog.gce import FLEX_START, ON_DEMAND
 from muster.catalog.gke import Family, Machine
+from muster.catalog.offers import Option
 from muster.config.spec import RunSpec
+from muster.core.errors import UsageError
 
 SEVEN_DAYS_S = 7 * 86_400
 """Flex-start's longest (API)."""
@@ -76,7 +80,6 @@ class Placement:
 
     @property
     def supervisor(self) -> str:
-        """Name of the supervisor's machine."""
         return supervisor_of(self.run_id)
 
     @property
@@ -167,14 +170,27 @@ def region_of(zone: str) -> str:
     return zone.rpartition("-")[0]
 
 
-def host_names(placement: Placement, turn: int, count: int) -> list[str]:
-    """Names of the machines of the run's request number ``turn`` (1, 2, ...), the same whenever it is repeated.
+def host_names(placement: Placement, request_number: int, count: int) -> list[str]:
+    """Names of the machines of request ``request_number`` (1, 2, ...), the same whenever it is repeated.
 
     No two requests share a name, as that of a machine which is being deleted is taken until it is gone.
     """
-    return [f"{placement.stem}-{turn}-{index}" for index in range(count)]
+    return [f"{placement.stem}-{request_number}-{index}" for index in range(count)]
 
 
 def request_id(placement: Placement, what: str) -> str:
     """By it Google knows a repeated request for a while; after that the names in it are known."""
     return str(uuid.uuid5(NAMESPACE, f"{placement.run_id}/{what}"))
+
+
+def rents(options: Sequence[Option]) -> list[Option]:
+    """Of ``options`` those that can be asked for here; TPUs are rendered alone."""
+    found = []
+    for option in options:
+        try:
+            family, machine = machines.find(option.offer.machine, None)
+        except UsageError:  # what GKE has not
+            continue
+        if not machine.chips and option.offer.mode in gce.modes(machine) and gce.refusal(family) is None:
+            found.append(replace(option, offer=replace(option.offer, backend="gce")))
+    return found

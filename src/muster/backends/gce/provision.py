@@ -1,8 +1,8 @@
 """Keeps a run's hosts: one step at a time from what is there towards what is wanted.
 
 ``Hosts.step`` may be killed after any of its requests, and be called again from anywhere: the intent is in the request
-log before the request is sent, a turn that is sent again means the same machines, and what is there is found by its
-label. One turn is open at a time. HTTP 200 says only that a request began: a turn brought what its operation (or resize
+log before anything is sent, a request that is sent again means the same machines, and what is there is found by its
+label. One request is open at a time. HTTP 200 says only that it began: it brought what its operation (or resize
 request) left behind at its end, and machines that are there before that may vanish again.
 """
 
@@ -40,7 +40,7 @@ class Instance:
     name: str
     zone: str
     status: str
-    turn: int
+    request_number: int
     """0: the supervisor's."""
     group: str
     """The managed group that made it, as a path; empty: none."""
@@ -65,7 +65,7 @@ def _instance(place: str, row: JsonObject, stem: str) -> Instance:
         name=name,
         zone=place.rpartition("/")[2],
         status=text(row, "status"),
-        turn=int(number[1]) if number else 0,
+        request_number=int(number[1]) if number else 0,
         group=items.get("created-by", ""),
         row=row,
     )
@@ -93,7 +93,7 @@ class Hosts:
         log, generation = self.file.read()
         if log is None or generation is None or log.closed or log.submission != int(self.placement.submission):
             return False
-        hosts = [one for one in instances_of(self.compute, self.placement.stem) if one.turn]
+        hosts = [one for one in instances_of(self.compute, self.placement.stem) if one.request_number]
         if log.last is not None and log.last.state == ASKED:
             self._settle(log, generation, log.last, hosts)
             return False
@@ -106,16 +106,16 @@ class Hosts:
         zone = self._zone(log, counted)
         if zone is None:
             return False
-        first = not counted and not any(turn.state == MADE for turn in log.requests)
-        turn = Request(number=log.next_number, where=zone, count=wanted, replaces=not first, asked_s=self.wall_s())
-        generation = self.file.write(log.with_request(turn), generation)  # the intent, before anything is sent
-        self._ask(log.with_request(turn), generation, turn)
+        first = not counted and not any(request.state == MADE for request in log.requests)
+        request = Request(number=log.next_number, where=zone, count=wanted, replaces=not first, asked_s=self.wall_s())
+        generation = self.file.write(log.with_request(request), generation)  # the intent, before anything is sent
+        self._ask(log.with_request(request), generation, request)
         return False
 
     def _counted(self, log: RequestLog, hosts: Sequence[Instance]) -> list[Instance]:
-        made = {turn.number for turn in log.requests if turn.state == MADE}
+        made = {request.number for request in log.requests if request.state == MADE}
         given_up = {one.name for one in log.given_up}
-        return [one for one in hosts if one.lives and one.turn in made and one.name not in given_up]
+        return [one for one in hosts if one.lives and one.request_number in made and one.name not in given_up]
 
     def _give_up(self, log: RequestLog, generation: str, hosts: Sequence[Instance]) -> tuple[RequestLog, str]:
         """What will never join is written down as given up: from then on it is removed, and another one asked for."""
@@ -133,7 +133,7 @@ class Hosts:
         return log, generation
 
     def _clear(self, log: RequestLog, hosts: Sequence[Instance]) -> None:
-        """What ended on its own, what a turn that brought nothing left, and what comes from an older submission."""
+        """What ended on its own, what a request that brought nothing left, and what comes from an older submission."""
         kept = {one.name for one in self._counted(log, hosts)}
         for one in hosts:
             if one.name not in kept and one.status not in ("STOPPING", "DEPROVISIONING"):
@@ -143,100 +143,100 @@ class Hosts:
     def _zone(self, log: RequestLog, living: Sequence[Instance]) -> str | None:
         """Which is asked now; None: not yet. Hosts stay in one zone: data networks and placement are a zone's."""
         late: list[Request] = []
-        for turn in reversed(log.requests):
-            if turn.state != NOTHING:
+        for request in reversed(log.requests):
+            if request.state != NOTHING:
                 break
-            late.append(turn)
+            late.append(request)
         waited_s = self.wall_s() - late[0].asked_s if late else 0.0
         zones = [Counter(one.zone for one in living).most_common(1)[0][0]] if living else self.placement.zones
         if late and len(late) % len(zones) == 0 and waited_s < AGAIN_S:
             return None
         return zones[len(late) % len(zones)]
 
-    # ------------------------------------------------------------ one turn
+    # ------------------------------------------------------------ one request
 
-    def _ask(self, log: RequestLog, generation: str, turn: Request) -> None:
-        """Send the turn's requests, from the first one: those that were answered before are known by their names."""
-        count = turn.count if turn.replaces else None
-        asked = requests.hosts(self.placement, turn.where, turn=turn.number, count=count)
-        for number, request in enumerate(asked, start=1):
+    def _ask(self, log: RequestLog, generation: str, request: Request) -> None:
+        """Send the request's calls, from the first one: those that were answered before are known by their names."""
+        count = request.count if request.replaces else None
+        asked = requests.hosts(self.placement, request.where, request_number=request.number, count=count)
+        for number, call in enumerate(asked, start=1):
             try:
-                reply = self.compute.send("POST", request.url, request.body)
+                reply = self.compute.send("POST", call.url, call.body)
             except Unreachable as error:  # sent again by the next step, with the same id and names
-                self._say(f"{request.what}: {error}")
+                self._say(f"{call.what}: {error}")
                 return
             if reply.status < 300:
                 operation = self.compute.address(text(reply.body, "selfLink"))
                 if number < len(asked):  # the next one names what this one makes
                     self.compute.session.wait(reply.body, operation, patience_s=300.0)
                 elif self.placement.mode != FLEX_START:
-                    self.file.write(log.with_request(replace(turn, name=operation)), generation)
+                    self.file.write(log.with_request(replace(request, name=operation)), generation)
                 continue
-            if not self._goes_on(log, generation, turn, of_reply(reply), status=reply.status):
+            if not self._goes_on(log, generation, request, of_reply(reply), status=reply.status):
                 return
 
-    def _goes_on(self, log: RequestLog, generation: str, turn: Request, trouble: Refusal, *, status: int) -> bool:
+    def _goes_on(self, log: RequestLog, generation: str, request: Request, trouble: Refusal, *, status: int) -> bool:
         """Whether a refusal is none: what was asked for is there already."""
         if trouble.cause is Cause.EXISTS:
             return True
         later = trouble.cause in (Cause.RATE, Cause.ACCESS) or (
             status >= 500 and trouble.cause is not Cause.NO_MACHINES
         )
-        if later:  # a grant may not hold yet; the same turn is sent again
-            self._say(f"{turn.where}: {trouble}")
-            if turn.reason != str(trouble):
-                self.file.write(log.with_request(replace(turn, reason=str(trouble))), generation)
+        if later:  # a grant may not hold yet; the same request is sent again
+            self._say(f"{request.where}: {trouble}")
+            if request.reason != str(trouble):
+                self.file.write(log.with_request(replace(request, reason=str(trouble))), generation)
         else:
-            self._nothing(log, generation, turn, trouble)
+            self._nothing(log, generation, request, trouble)
         return False
 
-    def _nothing(self, log: RequestLog, generation: str, turn: Request, trouble: Refusal) -> None:
-        self._say(f"{turn.count} x {self.placement.machine.name} in {turn.where}: {trouble}")
-        done = replace(turn, state=NOTHING, reason=str(trouble), asked_s=self.wall_s())
+    def _nothing(self, log: RequestLog, generation: str, request: Request, trouble: Refusal) -> None:
+        self._say(f"{request.count} x {self.placement.machine.name} in {request.where}: {trouble}")
+        done = replace(request, state=NOTHING, reason=str(trouble), asked_s=self.wall_s())
         self.file.write(log.with_request(done), generation)
 
-    def _settle(self, log: RequestLog, generation: str, turn: Request, hosts: Sequence[Instance]) -> None:
-        """The newest turn: sent again if the service does not know it, waited for, or at its end."""
+    def _settle(self, log: RequestLog, generation: str, request: Request, hosts: Sequence[Instance]) -> None:
+        """The newest request: sent again if the service does not know it, waited for, or at its end."""
         if self.placement.mode == FLEX_START:
-            self._settle_queued(log, generation, turn)
+            self._settle_queued(log, generation, request)
             return
-        if not turn.name:
-            self._ask(log, generation, turn)
+        if not request.name:
+            self._ask(log, generation, request)
             return
-        operation = self.compute.get(turn.name)
+        operation = self.compute.get(request.name)
         if operation is not None and not over(operation):
             return
-        mine = [one for one in hosts if one.turn == turn.number and one.lives]
-        least = 1 if turn.replaces else min(turn.count, self.placement.least_hosts)
+        mine = [one for one in hosts if one.request_number == request.number and one.lives]
+        least = 1 if request.replaces else min(request.count, self.placement.least_hosts)
         if len(mine) >= least:
-            self._made(log, generation, turn, len(mine))
+            self._made(log, generation, request, len(mine))
             return
         trouble = self.compute.why(operation) if operation is not None else None
-        self._nothing(log, generation, turn, trouble or of_code("", "machines were made and are gone again"))
+        self._nothing(log, generation, request, trouble or of_code("", "machines were made and are gone again"))
 
-    def _made(self, log: RequestLog, generation: str, turn: Request, count: int) -> None:
-        fewer = f", of {turn.count} that were asked for; they are kept and billed" if count < turn.count else ""
-        self._say(f"{count} x {self.placement.machine.name} in {turn.where}{fewer}")
-        self.file.write(log.with_request(replace(turn, state=MADE, reason="")), generation)
+    def _made(self, log: RequestLog, generation: str, request: Request, count: int) -> None:
+        fewer = f", of {request.count} that were asked for; they are kept and billed" if count < request.count else ""
+        self._say(f"{count} x {self.placement.machine.name} in {request.where}{fewer}")
+        self.file.write(log.with_request(replace(request, state=MADE, reason="")), generation)
 
-    def _settle_queued(self, log: RequestLog, generation: str, turn: Request) -> None:
-        name = f"{self.placement.stem}-{turn.number}"
-        group = self.compute.url(f"zones/{turn.where}/instanceGroupManagers/{name}")
+    def _settle_queued(self, log: RequestLog, generation: str, request: Request) -> None:
+        name = f"{self.placement.stem}-{request.number}"
+        group = self.compute.url(f"zones/{request.where}/instanceGroupManagers/{name}")
         found = self.compute.get(f"{group}/resizeRequests/{name}")
         if found is None:
-            self._ask(log, generation, turn)
+            self._ask(log, generation, request)
             return
         state = text(found, "state")
         if state == "SUCCEEDED":
-            self._made(log, generation, turn, turn.count)
+            self._made(log, generation, request, request.count)
         elif state == "CANCELLED":
             waited = f"no machines within gce.max_wait_hours ({self.placement.spec.gce.max_wait_hours:g})"
-            self._nothing(log, generation, turn, Refusal(cause=Cause.NO_MACHINES, text=waited))
+            self._nothing(log, generation, request, Refusal(cause=Cause.NO_MACHINES, text=waited))
         elif state == "FAILED":
             errors = children(child(child(found, "status"), "error"), "errors")
             code, message = (text(errors[0], "code"), text(errors[0], "message")) if errors else ("FAILED", "")
-            self._nothing(log, generation, turn, of_code(code, message))
-        elif state == "ACCEPTED" and self.wall_s() - turn.asked_s > self.placement.max_wait_s:
+            self._nothing(log, generation, request, of_code(code, message))
+        elif state == "ACCEPTED" and self.wall_s() - request.asked_s > self.placement.max_wait_s:
             self.compute.ok("POST", f"{group}/resizeRequests/{name}/cancel")  # it may still succeed: then it counts
 
     def _say(self, line: str) -> None:

@@ -6,16 +6,15 @@ Pure, but for ``look``, which reads.
 from __future__ import annotations
 
 import datetime
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from muster.backends.bucket_launcher import ended_with
-from muster.backends.gce import startup_stages
 from muster.backends.gce.compute import Compute
 from muster.backends.gce.machine import FOLDER
 from muster.backends.gce.placement import Placement
 from muster.backends.gce.provision import AGAIN_S, Instance, instances_of
-from muster.backends.gce.startup_stages import Stage, read_report, sentence, tree
 from muster.backends.google.request_log import ASKED, MADE, NOTHING, RequestLog, RequestLogFile
 from muster.core.errors import MusterError
 from muster.core.protocols import Store
@@ -33,6 +32,22 @@ SILENT_S = 900.0
 """Google notices a dead host after 90 s at least and starts it again elsewhere; its start-up takes minutes."""
 FAILED_S = 180.0
 """systemd starts what failed again: some failures (a grant that does not hold yet) pass."""
+CREATED, BOOTED, DRIVER, AGENT, CHECKED, JOINED = "created", "booted", "driver", "agent", "checked", "joined"
+FAILED = "failed"
+LIMITS_S = {CREATED: 600.0, BOOTED: 300.0, DRIVER: 960.0, AGENT: 1200.0, CHECKED: 300.0, JOINED: 180.0}
+"""Of the driver and the software the script itself gives up after 900 s each, with a reason of its own."""
+OBJECTS = {BOOTED: "booted", DRIVER: "driver", AGENT: "started", CHECKED: "checked"}
+"""Stage -> its object's name below the machine's folder."""
+LATE = {
+    CREATED: "the request has not made it a machine yet",
+    BOOTED: "its start-up script has reported nothing: no way to Cloud Storage (Private Google Access, or an external "
+    "address), no objectUser role on the bucket for its account, or no start (its serial port shows why)",
+    DRIVER: "nvidia-smi does not show its GPUs: the image installs its driver at the first boot, or cannot",
+    AGENT: "the bundle is still being fetched or installed",
+    CHECKED: "its program has not read the run's files and secrets: the journal of muster.service shows why",
+    JOINED: "its agent does not reach the supervisor, or is not reached: is there a firewall rule that lets the "
+    "subnetwork's own addresses in?",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +151,7 @@ def stages_of(looked: Looked, machine: Instance, now_s: float) -> list[Stage]:
     runs = machine.status == "RUNNING"
     began_s = (_seconds(text(machine.row, "lastStartTimestamp")) or asked_s) if runs else None
     # A supervisor joins nothing: it is done when its program has what it needs.
-    joined = machine.name in looked.connected or (not machine.turn and startup_stages.CHECKED in reported)
+    joined = machine.name in looked.connected or (not machine.request_number and CHECKED in reported)
     return tree(began_s, reported, asked_s=asked_s, joined=joined, now_s=now_s)
 
 
@@ -152,7 +167,7 @@ def explain(looked: Looked, placement: Placement, end: EndRecord | None, now_s: 
         left = f"; {len(machines)} of its machines are being removed" if machines else ""
         return JobStatus(state=JobState.STOPPED, reason=f"it was taken down{left}", tasks=tasks)
     supervisor = next((one for one in machines if one.name == placement.supervisor), None)
-    hosts = [one for one in machines if one.turn and one.lives]
+    hosts = [one for one in machines if one.request_number and one.lives]
     joined = [one for one in hosts if one.name in looked.connected]
     if supervisor is None or not supervisor.lives:
         again = "muster submit makes it"
@@ -227,3 +242,78 @@ def _seconds(stamp: str) -> float | None:
         return datetime.datetime.fromisoformat(stamp).timestamp()
     except ValueError:
         return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One row of the tree: a machine's start as a person follows it.
+
+    Compute Engine reports the first; the start-up script and the program after it put the others into the run's home.
+    Exit codes of scripts are shown nowhere, so a stage that does not come is all there is to see.
+    """
+
+    name: str
+    state: str
+    """``done``, ``waiting``, ``late``, ``failed``, or ``-``: one before it is not done."""
+    since_s: float | None = None
+    """Seconds since 1970: when it was done, or when it could begin."""
+    limit_s: float = 0.0
+    text: str = ""
+    """What the machine reported of it, or why it is late or failed."""
+
+
+def tree(
+    created_s: float | None, reported: Mapping[str, tuple[float, str]], *, asked_s: float, joined: bool, now_s: float
+) -> list[Stage]:
+    """The stages of one machine, in order.
+
+    ``created_s``: when it began to run, None before; ``reported``: its objects in the home since its newest boot, by
+    stage, with their times; ``asked_s``: when it was asked for. Times are seconds since 1970, and machines' own.
+    """
+    done = {CREATED: (created_s, "") if created_s is not None else None}
+    done |= {stage: reported.get(name) for stage, name in OBJECTS.items()}
+    # A later stage that was reported proves those before it: the bucket may have lost an object that was overwritten.
+    found, before_s, open_ = [], asked_s, True
+    reached = JOINED if joined else next((one for one in reversed(LIMITS_S) if done.get(one)), None)
+    for name, limit_s in LIMITS_S.items():
+        said = done.get(name)
+        proven = reached is not None and list(LIMITS_S).index(name) <= list(LIMITS_S).index(reached)
+        if proven:
+            before_s = max(before_s, said[0]) if said is not None and said[0] is not None else before_s
+            text = said[1] if said is not None else ""
+            found.append(Stage(name=name, state="done", since_s=before_s, limit_s=limit_s, text=text))
+        elif not open_:
+            found.append(Stage(name=name, state="-", limit_s=limit_s))
+        else:
+            found.append(_open(name, limit_s, before_s, reported.get(FAILED), now_s))
+            open_ = False
+    return found
+
+
+def _open(name: str, limit_s: float, began_s: float, failed: tuple[float, str] | None, now_s: float) -> Stage:
+    """The first stage that is not done."""
+    if failed is not None and name != CREATED:
+        return Stage(name=name, state="failed", since_s=failed[0], limit_s=limit_s, text=failed[1])
+    if now_s - began_s > limit_s:
+        return Stage(name=name, state="late", since_s=began_s, limit_s=limit_s, text=LATE[name])
+    return Stage(name=name, state="waiting", since_s=began_s, limit_s=limit_s)
+
+
+def sentence(stages: list[Stage], now_s: float) -> str:
+    """How far it is, in a line: ``driver for 70 s (limit 960 s)``, or the reason why it is late."""
+    for stage in stages:
+        if stage.state == "done":
+            continue
+        for_s = max(0.0, now_s - (stage.since_s if stage.since_s is not None else now_s))
+        if stage.state == "failed":
+            return f"{stage.name} failed: {stage.text}"
+        if stage.state == "late":
+            return f"{stage.name} is late ({for_s:.0f} s, limit {stage.limit_s:.0f} s): {stage.text}"
+        return f"{stage.name} for {for_s:.0f} s (limit {stage.limit_s:.0f} s)"
+    return "joined"
+
+
+def read_report(text: str) -> tuple[float, str]:
+    """An object's line: seconds since 1970, and words; 0 where another program wrote it."""
+    seconds, _, words = text.strip().partition(" ")
+    return (float(seconds) if re.fullmatch(r"[0-9]{1,12}", seconds) else 0.0, words)

@@ -86,8 +86,8 @@ def rendered(spec: RunSpec, *, run_id: str, run_dir: str | None) -> RenderedFile
 def files(placement: Placement) -> dict[str, list[Request]]:
     """Requests by the name of the file that shows them; in a file they are sent from top to bottom."""
     found = {"supervisor.json": [role(placement), supervisor(placement, placement.zones[0])]}
-    for turn, zone in enumerate(placement.zones, start=1):
-        found[f"hosts.{turn}.{zone}.json"] = hosts(placement, zone, turn=turn)
+    for request_number, zone in enumerate(placement.zones, start=1):
+        found[f"hosts.{request_number}.{zone}.json"] = hosts(placement, zone, request_number=request_number)
     return found
 
 
@@ -131,30 +131,30 @@ def supervisor(placement: Placement, zone: str, attempt: int = 0) -> Request:
     return Request(what=f"instances/{name}", url=url, body=body)
 
 
-def hosts(placement: Placement, zone: str, *, turn: int, count: int | None = None) -> list[Request]:
-    """What asks ``zone`` for hosts, as the run's request number ``turn``; ``count`` replaces hosts that were lost
+def hosts(placement: Placement, zone: str, *, request_number: int, count: int | None = None) -> list[Request]:
+    """What asks ``zone`` for hosts, as the run's ``request_number``; ``count`` replaces hosts that were lost
     (None: all of the run's)."""
     number = placement.hosts if count is None else count
     least = placement.least_hosts if count is None else 1
     if placement.machine.chips:
-        return _slices(placement, zone, turn)
-    before = [policy] if (policy := _policy(placement, zone, turn, number)) is not None else []
+        return _slices(placement, zone, request_number)
+    before = [policy] if (policy := _policy(placement, zone, request_number, number)) is not None else []
     if placement.mode == FLEX_START:
-        return [*before, *_queued(placement, zone, turn, number, policy)]
+        return [*before, *_queued(placement, zone, request_number, number, policy)]
     body: JsonObject = {
         "count": str(number),
         "minCount": str(least),
-        "perInstanceProperties": {name: {} for name in names.host_names(placement, turn, number)},
+        "perInstanceProperties": {name: {} for name in names.host_names(placement, request_number, number)},
         "instanceProperties": _properties(placement, zone, policy),
     }
-    name = f"{placement.stem}-{turn}"
+    name = f"{placement.stem}-{request_number}"
     url = f"{API}/{placement.project}/zones/{zone}/instances/bulkInsert?requestId={request_id(placement, name)}"
     return [*before, Request(what=f"{number} x {placement.machine.name} in {zone}", url=url, body=body)]
 
 
-def _queued(placement: Placement, zone: str, turn: int, number: int, policy: Request | None) -> list[Request]:
+def _queued(placement: Placement, zone: str, request_number: int, number: int, policy: Request | None) -> list[Request]:
     """A template, a group that heals nothing, and the request for machines, which come together or not at all."""
-    name, project = f"{placement.stem}-{turn}", placement.project
+    name, project = f"{placement.stem}-{request_number}", placement.project
     template: JsonObject = {"name": name, "properties": _properties(placement, zone, None)}
     group: Body = {
         "name": name,
@@ -189,10 +189,10 @@ def _queued(placement: Placement, zone: str, turn: int, number: int, policy: Req
     ]
 
 
-def _slices(placement: Placement, zone: str, turn: int) -> list[Request]:
+def _slices(placement: Placement, zone: str, request_number: int) -> list[Request]:
     """A template, and for each slice of TPUs a group of as many machines; of several hosts with a policy that wires
     them. A slice is replaced as a whole, so that a group heals nothing."""
-    name, project = f"{placement.stem}-{turn}", placement.project
+    name, project = f"{placement.stem}-{request_number}", placement.project
     slices = slices_of(placement.spec, placement.machine.name)
     template: JsonObject = {"name": name, "properties": _properties(placement, zone, None)}
 
@@ -221,11 +221,11 @@ def _slices(placement: Placement, zone: str, turn: int) -> list[Request]:
     return found
 
 
-def _policy(placement: Placement, zone: str, turn: int, number: int) -> Request | None:
+def _policy(placement: Placement, zone: str, request_number: int, number: int) -> Request | None:
     """How machines are placed together; None: the mode does it, or has no such thing. A reservation has its own."""
     if number == 1 or placement.mode not in (ON_DEMAND, FLEX_START):
         return None
-    name, region = f"{placement.stem}-{turn}", region_of(zone)
+    name, region = f"{placement.stem}-{request_number}", region_of(zone)
     body: Body = {"name": name}
     if placement.mode == ON_DEMAND and placement.family.compact:
         body["groupPlacementPolicy"] = {"collocation": "COLLOCATED"}

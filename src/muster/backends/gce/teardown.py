@@ -80,7 +80,7 @@ def remove(compute: Compute, stem: str, clock: Clock, *, patience_s: float, spar
 
 def _pass(compute: Compute, stem: str, spared: str) -> None:
     machines = [one for one in instances_of(compute, stem) if one.name != spared]
-    for one in sorted(machines, key=lambda one: one.turn):  # the supervisor's first: it would make others
+    for one in sorted(machines, key=lambda one: one.request_number):  # the supervisor's first: it would make others
         if one.status not in GOING and not one.group:
             delete(compute, one)
     groups = [(place, row) for kind, place, row in _unlabelled(compute, stem) if kind == "instanceGroupManagers"]
@@ -124,7 +124,7 @@ def _disks(compute: Compute, stem: str) -> list[tuple[str, JsonObject]]:
 
 
 def _unlabelled(compute: Compute, stem: str) -> Iterator[tuple[str, str, JsonObject]]:
-    """(kind, place, row). Groups, templates and policies have no labels: their names are those of the run's turns."""
+    """(kind, place, row). Groups, templates and policies have no labels: their names have the request's number."""
     named = re.compile(rf"{re.escape(stem)}-\d+(s\d+)?")
     for kind in ("instanceGroupManagers", "resourcePolicies"):
         for place, row in compute.everywhere(kind, f'name eq "{stem}-.*"'):

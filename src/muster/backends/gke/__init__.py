@@ -56,9 +56,8 @@ def _access(spec: RunSpec, request: JobRequest) -> Sequence[str]:
 
 def _rehearse(spec: RunSpec, *, machine: str | None = None, mode: str | None = None) -> RunSpec:
     """Through the run's own queue, on the nodes of its supervisor: what keeps that from starting is seen there."""
-    from muster.backends.gke.manifests.cluster_options import Options
-    from muster.backends.gke.manifests.placement import place
-    from muster.backends.rehearsal import rehearsal
+    from muster.backends.cluster import rehearsal
+    from muster.backends.gke.manifests.placement import Options, place
 
     placed = place(spec, run_id="run", run_dir="/unused", options=Options())
     return rehearsal(spec, machine=machine, mode=mode, queue=placed.queue if placed.kueue else None)

@@ -15,9 +15,8 @@ from pathlib import Path
 from muster.backends import run_home
 from muster.backends.bucket_launcher import STOPPED_BY_USER, ended_with, local_dir
 from muster.backends.gke.kubernetes.api import Cluster
-from muster.backends.gke.manifests import monitoring
-from muster.backends.gke.manifests.cluster_options import Options
-from muster.backends.gke.manifests.placement import Placement, object_name, place, resolved
+from muster.backends.gke.manifests.jobset import MONITORING_KINDS
+from muster.backends.gke.manifests.placement import Options, Placement, object_name, place, resolved
 from muster.backends.gke.manifests.render import BACKEND, render
 from muster.backends.gke.operate import locate, pod_exec
 from muster.backends.gke.operate.cluster_snapshot import KUEUE_API, exit_code, label, take_snapshot, tasks
@@ -252,7 +251,7 @@ class GkeLauncher(GoogleLauncher[Placement]):
             for api, kind, plural in kinds
             for row in cluster.list(api, plural, namespace=self.options.namespace, labels=label(run_id))
         ]
-        for api, kind, plural in monitoring.KINDS:
+        for api, kind, plural in MONITORING_KINDS:
             with contextlib.suppress(AccessError):  # who may not list them has made none
                 found = cluster.list(api, plural, namespace=self.options.namespace, labels=label(run_id))
                 rows += [{**row, "apiVersion": api, "kind": kind} for row in found]

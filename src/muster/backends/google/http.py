@@ -64,7 +64,6 @@ class Reply:
 
     @property
     def message(self) -> str:
-        """The service's own message."""
         error = self.body.get("error")
         if isinstance(error, Mapping):
             return str(error.get("message", self.status))

@@ -14,8 +14,6 @@ from muster.core.errors import AccessError, BackendError, CapacityError, MusterE
 
 
 class Cause(enum.Enum):
-    """What kind of refusal it is."""
-
     NO_MACHINES = "the zone has no such machines now"
     QUOTA = "the project's quota is used up"
     RATE = "too many requests at once"
@@ -92,7 +90,6 @@ def of_text(message: str) -> Cause:
 
 
 def refusal(call: Call, reply: Reply) -> MusterError:
-    """The service's refusal as one of our errors."""
     where = f"{call.method} {call.url}"
     if reply.status == 401:
         return AccessError(f"{where}: Google rejected these credentials: {reply.message}", hint=LOGIN)

@@ -52,9 +52,7 @@ class Children(Protocol):
         """(name, exit code) of those that have ended since the last call; of a signal: 128 and its number."""
         ...
 
-    def send(self, name: str, number: signal.Signals) -> None:
-        """A signal to it, if it runs."""
-        ...
+    def send(self, name: str, number: signal.Signals) -> None: ...
 
     def run(self, argv: Sequence[str], env: Mapping[str, str], *, line: bytes, timeout_s: float) -> Finished:
         """Run another program to its end, with ``line`` as its input, in a session of its own; for any thread.

@@ -19,8 +19,6 @@ from muster.transport.client import ask_supervisor
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """How a program is started."""
-
     argv: Sequence[str]
     env: Mapping[str, str]
     log: Path | None = None

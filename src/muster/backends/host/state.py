@@ -78,8 +78,6 @@ class Rules:
 
 @dataclass(frozen=True, kw_only=True)
 class Child:
-    """One program."""
-
     running: bool = False
     shipping: bool = False
     """What it left is being uploaded: until then nothing else may write its stream."""
@@ -122,8 +120,6 @@ class Leaving:
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """Of one host program."""
-
     programs: Mapping[str, Child] = field(default_factory=dict)
     crashes: tuple[float, ...] = ()
     """Of the supervisor, within ``IN_A_ROW_S``."""

@@ -30,9 +30,9 @@ from muster.core.protocols import Clock, Shell
 from muster.core.typed_json import Record
 from muster.core.types import JobHandle, JobRequest, JobState, JobStatus, LogChunk, Offer, TaskSpec
 from muster.storage import job_record, memory_dir, run_output, run_registry
+from muster.storage.job_record import SUBMISSION
 
 #: Label that tells one submission of a run from the next (after a stop, ``recover`` submits again).
-SUBMISSION = "submission"
 _WATCHDOG = "muster.agent.watchdog"
 #: Longest wait of a submit for the supervisor before: its last words (a metrics service) take a while.
 SEE_OUT_S = 30.0
@@ -40,8 +40,6 @@ SEE_OUT_S = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class _Task(Record):
-    """A process of the job."""
-
     pid: int = 0
     start_ticks: int = -1
     argv: tuple[str, ...] = ()
@@ -243,7 +241,6 @@ class LocalLauncher:
         job_record.write(run_dir, replace(record, state="started"))
 
     def _started(self, name: str, task: _Task, living: Sequence[Process], *, run_id: str, run_dir: Path) -> Process:
-        """A process that runs it: one that does already, or a new one."""
         for process in living:
             if process.argv == task.argv:
                 return process

@@ -32,7 +32,6 @@ def rules(spec: RunSpec) -> Iterator[Problem]:
 
 
 def host_checks(spec: RunSpec) -> Iterator[Problem]:
-    """What is missing on this machine."""
     try:
         check_path_length(environment.current().memory_root, ".", run_id="", host=f"host-{spec.resources.hosts}")
     except UsageError as error:

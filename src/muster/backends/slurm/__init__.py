@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from muster.backends.backend import Acceptance, Backend, Capabilities, Checks, Market, Provisioning, RenderedFiles
+from muster.backends.backend import Acceptance, Backend, Capabilities, Checks, Market, Provisioning, RenderedFiles, Site
 from muster.backends.protocols import Launcher
-from muster.backends.site import Site
 from muster.backends.slurm.run_file_rules import rules
 from muster.config.spec import RunSpec
 from muster.core.typed_json import JsonObject
@@ -33,7 +32,6 @@ def _look(spec: RunSpec) -> Sequence[Offer]:
 
 
 def _script(spec: RunSpec, *, run_id: str, run_dir: str | None, options: JsonObject) -> RenderedFiles:
-    """The job's script."""
     from muster.backends.slurm.script import SCRIPT, script
     from muster.storage import run_registry
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from muster.backends.rehearsal import small
+from muster.backends.cluster import small
 from muster.backends.slurm import parse
 from muster.backends.slurm.commands import Slurm
 from muster.backends.slurm.offers import kinds
@@ -96,7 +96,6 @@ def _account(slurm: Slurm, want: limits.Asked, partition: limits.Row, config: Ma
 
 
 def asked(spec: RunSpec) -> limits.Asked:
-    """What a run's job asks for."""
     nodes = spec.resources.hosts + spec.resources.spare_hosts
     gpus = sum(one.count for one in parse.gpus(gres_of(spec) or ""))
     return limits.Asked(

@@ -29,8 +29,6 @@ _ENVIRONMENT = {"SLURM_TIME_FORMAT": "%s", "LC_ALL": "C.UTF-8"}
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One job as ``squeue`` shows it."""
-
     id: str
     name: str
     state: str

@@ -24,8 +24,6 @@ CONTROLLERS = "controllers.json"
 
 @dataclass(kw_only=True)
 class JobPlace(Place):
-    """One program's place in one job of one run."""
-
     run_dir: Path
     run_id: str
     environ: Mapping[str, str]

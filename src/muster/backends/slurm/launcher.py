@@ -6,16 +6,22 @@ A run may be several jobs, one after another (a time limit, a requeue): all of o
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
+import os
+import pty
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+import struct
+import subprocess
+import termios
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from muster.backends.protocols import Terminal
 from muster.backends.slurm.commands import Job, NoAnswer, Slurm, name_of
 from muster.backends.slurm.container import srun
-from muster.backends.slurm.job_exec import execute
 from muster.backends.slurm.job_outcome import SlurmJob, judge
 from muster.backends.slurm.offers import offers, resolved_spec
 from muster.backends.slurm.script import SCRIPT, agent_program, program, python_in_step, script
@@ -27,8 +33,8 @@ from muster.core.errors import BackendError, BusyError, ConflictError, RunFileEr
 from muster.core.protocols import Clock
 from muster.core.types import JobHandle, JobRequest, JobState, JobStatus, LogChunk, Offer, TaskSpec
 from muster.storage import job_record, run_output, run_registry
+from muster.storage.job_record import SUBMISSION
 
-SUBMISSION = "submission"
 #: KillWait is 30 s where a site has not changed it, and the controller adds to that.
 GONE_WITHIN_S = 90.0
 COMPLETING = "COMPLETING"
@@ -264,3 +270,75 @@ def _last_written_wall_ns(run_dir: Path, least: int) -> int:
 
 def _handle(record: SlurmJob, run_dir: Path) -> JobHandle:
     return JobHandle(run_id=record.run_id, backend="slurm", job_id=record.job_id or "", run_dir=str(run_dir))
+
+
+def execute(argv: Sequence[str], terminal: Terminal) -> int:
+    """Run ``argv`` (an ``srun``) with the terminal's input and output; return the command's exit code.
+
+    Raises:
+        BackendError: there is no srun here.
+    """
+    try:
+        return _on_a_terminal(argv, terminal) if terminal.tty else _over_pipes(argv, terminal)
+    except FileNotFoundError as error:
+        raise BackendError(f"no {argv[0]} on this machine", hint="run it on a login node of the cluster") from error
+
+
+def _over_pipes(argv: Sequence[str], terminal: Terminal) -> int:
+    given = subprocess.PIPE if terminal.typed is not None else subprocess.DEVNULL
+    child = subprocess.Popen(list(argv), stdin=given, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert child.stdout is not None and child.stderr is not None
+    readers = [
+        _thread(_copy, _read(stream.fileno()), write)
+        for stream, write in ((child.stdout, terminal.out), (child.stderr, terminal.err))
+    ]
+    if terminal.typed is not None and child.stdin is not None:
+        _thread(_type_in, terminal.typed, child.stdin.fileno(), child.stdin.close)
+    code = child.wait()
+    for reader in readers:
+        reader.join(5.0)
+    return code
+
+
+def _on_a_terminal(argv: Sequence[str], terminal: Terminal) -> int:
+    """Through a pseudo-terminal, so that keys such as Ctrl-C go to the command."""
+    ours, theirs = pty.openpty()
+    if terminal.size is not None:
+        columns, lines = terminal.size
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+    child = subprocess.Popen([argv[0], "--pty", *argv[1:]], stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    reader = _thread(_copy, _read(ours), terminal.out)
+    if terminal.typed is not None:
+        _thread(_type_in, terminal.typed, ours, lambda: None)
+    code = child.wait()
+    reader.join(2.0)
+    with contextlib.suppress(OSError):
+        os.close(ours)
+    return code
+
+
+def _thread(work: Callable[..., None], *arguments: object) -> threading.Thread:
+    thread = threading.Thread(target=work, args=arguments, daemon=True)
+    thread.start()
+    return thread
+
+
+def _read(descriptor: int) -> Iterator[bytes]:
+    with contextlib.suppress(OSError):  # reading a terminal whose other end is closed raises EIO
+        while data := os.read(descriptor, 1 << 16):
+            yield data
+
+
+def _copy(pieces: Iterator[bytes], write: Callable[[bytes], object]) -> None:
+    for piece in pieces:
+        write(piece)
+
+
+def _type_in(pieces: Iterator[bytes], descriptor: int, close: Callable[[], None]) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        for piece in pieces:
+            while piece:
+                piece = piece[os.write(descriptor, piece) :]
+    with contextlib.suppress(OSError):
+        close()

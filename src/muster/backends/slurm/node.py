@@ -25,8 +25,8 @@ from muster.backends.host.run_state import RunState
 from muster.backends.host.state import AGENT, NEVER, RESUME, SUPERVISOR, Exit, Lease, Looked, Outcome, Rules, State
 from muster.backends.slurm import locate
 from muster.backends.slurm.batch import LINGER_S
-from muster.backends.slurm.holder import Holder
 from muster.backends.slurm.job_place import CONTROLLERS, TIME_LIMIT, JobPlace, log
+from muster.backends.slurm.locate import Holder
 from muster.backends.slurm.nccl_settings import with_nccl_settings
 from muster.backends.slurm.script import agent_program, program
 from muster.config.spec import RunSpec
@@ -57,8 +57,6 @@ def rules(rank: int) -> Rules:
 
 @dataclass(kw_only=True)
 class NodePlace(JobPlace):
-    """One node of one job."""
-
     rank: int
     holder: Holder
 

@@ -29,7 +29,6 @@ LOOK, WITHIN = "look", "within"
 
 
 def program(python: str, part: str, *words: str) -> list[str]:
-    """The argument list of one of these."""
     return [python, "-P", "-m", "muster.backends.slurm.trial_node", part, *words]
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from muster import __version__
-from muster.backends.site import HeldHost, Looked, Wait
+from muster.backends.backend import HeldHost, Looked, Wait
 from muster.backends.slurm import reason_text
 from muster.backends.slurm.commands import Job, Slurm, name_of
 from muster.backends.slurm.container import make_places, step
@@ -80,8 +80,6 @@ class SmallJob:
 
 @dataclass
 class SlurmSite:
-    """One acceptance's."""
-
     slurm: Slurm = field(default_factory=Slurm)
     names: list[str] = field(default_factory=list)
     """Of its small jobs."""

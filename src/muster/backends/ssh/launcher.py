@@ -15,7 +15,6 @@ from muster.backends import code_bundle, run_folder, run_home
 from muster.backends.bucket_launcher import ASK_S, BucketLauncher, ended_with
 from muster.backends.letters import ASK
 from muster.backends.run_folder import RunFiles
-from muster.backends.run_home import SUBMISSION
 from muster.backends.ssh.openssh import OpenSsh, everywhere, refuse
 from muster.backends.ssh.placement import Placement, place
 from muster.config.spec import RunSpec
@@ -25,6 +24,7 @@ from muster.protocol.client import FromClient, SupervisorStatus
 from muster.protocol.pipes import FarAsk, FarEnd, FarFacts, FarLook, FarStart
 from muster.storage import run_registry, run_secrets
 from muster.storage.home import HOME_FILE
+from muster.storage.job_record import SUBMISSION
 from muster.transport.secure_session import read_token
 
 RESOLVED = "resolved.json"

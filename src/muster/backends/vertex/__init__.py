@@ -27,7 +27,7 @@ def _rendered(spec: RunSpec, *, run_id: str, run_dir: str | None, options: JsonO
 
 
 def _rents(options: Sequence[Option]) -> Sequence[Option]:
-    from muster.backends.vertex.offers import rents
+    from muster.backends.vertex.placement import rents
 
     return rents(options)
 

@@ -44,8 +44,6 @@ HOST_DIR = "/tmp/muster"
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One request: a custom job in one region."""
-
     region: str
     url: str
     body: JsonObject

@@ -48,8 +48,7 @@ from muster.backends.log_forwarder import LogForwarder
 from muster.backends.vertex import reducers
 from muster.backends.vertex.custom_job import HOST_DIR
 from muster.backends.vertex.on_host import presence, reduction_plugin
-from muster.backends.vertex.on_host.cluster_spec import VARIABLE, Seat, seat
-from muster.backends.vertex.on_host.meeting import Meeting, meet, own_address
+from muster.backends.vertex.on_host.meeting import VARIABLE, Meeting, Seat, meet, own_address, seat
 from muster.backends.vertex.on_host.presence import HostRecord
 from muster.backends.vertex.placement import START_TIMEOUT_S, Placement, place
 from muster.catalog.vertex import SPOT
@@ -82,8 +81,6 @@ Found = TypeVar("Found")
 
 @dataclass(kw_only=True)
 class Host:
-    """One start of one host."""
-
     given: argparse.Namespace
     environ: Mapping[str, str]
     store: Store = field(default_factory=open_store)
@@ -200,15 +197,12 @@ def rules(index: int, *, whole_job_goes: bool) -> Rules:
 
 @dataclass(kw_only=True)
 class VertexPlace(Place):
-    """A host that has all it needs."""
-
     host: Host
     request: Request
     """The one that its job owns."""
     placement: Placement
     seat: Seat
     own: str
-    """This host's address."""
     folder: Path
     """Of two run folders, the agent's and the supervisor's: each brings home what its own programs write."""
     secrets: Mapping[str, str]

@@ -8,35 +8,106 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from muster.backends import run_folder, run_home
+from muster.backends import code_bundle, run_folder, run_home
+from muster.backends.bucket_launcher import RESUME_LATER, STOPPED_BY_USER, ended_with
 from muster.backends.google.launcher import GoogleLauncher
 from muster.backends.google.request_log import FILE as REQUESTS
+from muster.backends.google.request_log import NOTHING
+from muster.backends.google.secret_manager import SecretManager, variables
 from muster.backends.log_forwarder import writer_of
-from muster.backends.vertex.custom_job import code_dir
+from muster.backends.run_folder import RunFiles
+from muster.backends.vertex.custom_job import RUN_LABEL, code_dir, requests, run_files
+from muster.backends.vertex.job_state import CustomJob, cause, sentence, web_links
 from muster.backends.vertex.jobs_api import Jobs
-from muster.backends.vertex.offers import rents
 from muster.backends.vertex.on_host import presence
-from muster.backends.vertex.placement import Placement, place, resolved
-from muster.backends.vertex.progress import Requests
-from muster.backends.vertex.reason import explain
-from muster.backends.vertex.submission import BACKEND, render, submission_of
-from muster.backends.vertex.turns import LIST_LAG_S
+from muster.backends.vertex.on_host.presence import HostRecord
+from muster.backends.vertex.placement import Placement, place, rents, resolved
+from muster.backends.vertex.progress import LIST_LAG_S, Looked, NoRoom, Over, Requests
+from muster.backends.vertex.run_file_rules import rules
 from muster.catalog import offers as catalogue
 from muster.catalog.offers import Option
 from muster.config.spec import RunSpec
-from muster.core.errors import BackendError, ConflictError, MusterError, UsageError
-from muster.core.typed_json import Unreadable
-from muster.core.types import JobHandle, JobRequest, JobState, JobStatus, LogChunk
+from muster.core.errors import BackendError, ConflictError, MusterError, RunFileError, UsageError
+from muster.core.protocols import Store
+from muster.core.typed_json import JsonObject, Unreadable
+from muster.core.types import JobHandle, JobRequest, JobState, JobStatus, LogChunk, TaskSpec
 from muster.protocol.lease import EndRecord
 from muster.storage import run_registry
+from muster.storage.job_record import SUBMISSION
 from muster.transport.secure_session import read_token
 
+BACKEND = "vertex"
+RESOLVED, RUN_YAML = "resolved.json", "run.yaml"
 GONE_WITHIN_S = 300.0
 """A cancelled job takes a minute or so to end."""
 LOOK_S = 5.0
+NO_CAPACITY = 4
+
+
+def render(spec: RunSpec, *, run_id: str, run_dir: str) -> JobRequest:
+    """The requests by region, and the run's files. Pure.
+
+    Raises:
+        RunFileError: rules across keys are broken; all of them at once, with reasons.
+        UsageError: no such machine.
+    """
+    if problems := list(rules(spec)):
+        raise RunFileError(problems)
+    placement = place(spec, run_id=run_id, run_dir=run_dir)
+    files = run_files(placement)
+    host = ("python", "-m", "muster.agent.watchdog", "--run-id", run_id)
+    supervisor = ("python", "-m", "muster.app.supervisor", "--run-id", run_id)
+    return JobRequest(
+        run_id=run_id,
+        backend=BACKEND,
+        run_dir=run_dir,
+        tasks=(TaskSpec(name="supervisor", argv=supervisor), TaskSpec(name="agent", argv=host, count=placement.hosts)),
+        labels={RUN_LABEL: run_id},
+        files={
+            **{f"custom-job.{one.region}.json": one.text() for one in requests(placement)},
+            RESOLVED: files.resolved,
+            RUN_YAML: files.run_yaml,
+        },
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submission:
+    """A request with the user's own code as it is now."""
+
+    placement: Placement
+    number: int
+    files: RunFiles
+
+    def put(self, store: Store, secrets: SecretManager, token: str) -> tuple[str, list[str]]:
+        """The run's files into its home and its token into a secret that its account may read; the same again changes
+        nothing. Returns the files' digest, and warnings.
+
+        Raises:
+            UsageError: a secret that hosts are to read is not there.
+            ConflictError: the secret holds another token.
+            AccessError, BackendError: refused.
+        """
+        asked = self.placement.spec.vertex
+        warnings = secrets.require(variables(self.placement.spec.secrets, asked.hugging_face_secret))
+        sha256 = run_folder.put(store, self.placement.home, self.files.encoded())
+        version = self.placement.token_secret
+        secrets.create(version, token.encode(), {RUN_LABEL: self.placement.run_id})
+        return sha256, [*warnings, *secrets.share(version, (asked.service_account,))]
+
+
+def submission_of(request: JobRequest) -> Submission:
+    """Raises UsageError: more code than is shipped."""
+    spec = RunSpec.model_validate_json(request.files[RESOLVED])
+    shipped, code = code_bundle.pack(spec, code_dir(request.run_id))
+    files = RunFiles(
+        resolved=shipped.model_dump_json(indent=1) + "\n", run_yaml=request.files[RUN_YAML], code=code
+    )  # fmt: skip
+    placement = place(spec, run_id=request.run_id, run_dir=request.run_dir)
+    return Submission(placement=placement, number=int(request.labels.get(SUBMISSION, "1")), files=files)
 
 
 @dataclass(kw_only=True)
@@ -234,3 +305,64 @@ class VertexLauncher(GoogleLauncher[Placement]):
     def _end(self, run_id: str) -> EndRecord | None:
         home = self.home(run_id)
         return run_home.end_of(home, again=True) if home is not None else None
+
+
+def explain(looked: Looked, end: EndRecord | None, hosts: Sequence[HostRecord], now_s: float) -> JobStatus:
+    """One look at a run that was submitted. ``end``: the run's, of this submission."""
+    job, going = looked.job, [one for one in looked.jobs if not one.final]
+    over = end is not None and (end.exit_code != RESUME_LATER or not going)
+    if end is not None and over:
+        left = f" ({sentence(going[0], now_s)}: its hosts leave)" if going else ""
+        found = ended_with(end)
+        return replace(found, reason=found.reason + left)
+    if looked.log is not None and looked.log.closed:
+        return JobStatus(state=JobState.STOPPED, reason="ended by muster down")
+    if isinstance(looked.next, NoRoom):
+        reasons = "; ".join(looked.next.reasons)
+        return JobStatus(state=JobState.FAILED, reason=f"no region has room: {reasons}", exit_code=NO_CAPACITY)
+    if job is None:
+        return _without_a_job(looked)
+    failed = [f"host {one.index}: {one.said}" for one in hosts if one.state == "failed" and one.said]
+    said = "; ".join([sentence(job, now_s), *failed])
+    if isinstance(looked.next, Over):
+        return _over(job, said, now_s)
+    # A job that has ended may go on in another region: that is known once Vertex says why it has ended.
+    state = JobState.WAITING if job.final else job.job_state
+    return JobStatus(state=state, reason=_with_earlier(looked, said), tasks=_tasks(hosts, looked.record))
+
+
+def _without_a_job(looked: Looked) -> JobStatus:
+    last = looked.request
+    if last is not None and last.name:
+        number = last.name.rpartition("/")[2]
+        return JobStatus(state=JobState.FAILED, reason=f"custom job {number} is gone: it was deleted")
+    where = f" {last.where}" if last is not None else ""
+    return JobStatus(state=JobState.WAITING, reason=_with_earlier(looked, f"asking{where}"))
+
+
+def _over(job: CustomJob, said: str, now_s: float) -> JobStatus:
+    if job.job_state is JobState.SUCCEEDED:  # the first host ended as a run's end that is written does
+        return JobStatus(state=JobState.FAILED, reason=f"{said}, and the run's home has no end of the run", exit_code=1)
+    code = STOPPED_BY_USER if job.job_state is JobState.STOPPED else 1
+    hint = "" if cause(job, now_s) is None else " (hint: muster logs RUN, and the job's page in the console)"
+    return JobStatus(state=job.job_state, reason=said + hint, exit_code=code)
+
+
+def _with_earlier(looked: Looked, said: str) -> str:
+    """With why regions before this one brought nothing."""
+    before = looked.log.requests[:-1] if looked.log is not None else ()
+    earlier = [f"{one.where}: {one.reason}" for one in before if one.state == NOTHING]
+    return f"{said} (before it {'; '.join(earlier)})" if earlier else said
+
+
+def _tasks(hosts: Sequence[HostRecord], record: JsonObject) -> dict[str, str]:
+    """Each host as it says of itself, with the link to its shell in the browser."""
+    links = web_links(record)
+    found = {f"host-{one.index}": f"{one.state} at {one.address}" for one in hosts}
+    for name, link in links.items():
+        pool, _, index = name.partition("-")
+        host = {"workerpool0": 0, "workerpool1": 1}.get(pool)
+        if host is not None and index.isdecimal():
+            task = f"host-{host + int(index)}"
+            found[task] = ", ".join([*([found[task]] if task in found else []), f"shell: {link}"])
+    return found

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from muster.backends.bucket_paths import home_filled_in, home_of, with_mounted_inputs
-from muster.catalog import rows
+from muster.catalog import rows, vertex
 from muster.catalog import vertex as catalogue
+from muster.catalog.offers import UNKNOWN_REGION, Option
+from muster.catalog.rows import Price
 from muster.catalog.vertex import FLEX_START, ON_DEMAND, Machine
 from muster.config.spec import RunSpec
 
@@ -91,3 +93,34 @@ def resolved(placement: Placement) -> RunSpec:
         placement.spec, home=placement.home, gpus=placement.machine.gpus, start_timeout_s=START_TIMEOUT_S
     )
     return with_mounted_inputs(spec)
+
+
+def rents(options: Sequence[Option]) -> list[Option]:
+    """Of ``options`` those that can be asked for here; the price is the machine's and the fee, None where the fee is
+    not known."""
+    found = []
+    for option in options:
+        machine, offer = vertex.machines().get(option.offer.machine), option.offer
+        if machine is None or machine.accelerator is None or offer.mode not in machine.modes:
+            continue
+        regions = machine.accelerator.regions
+        if regions is not None and offer.location not in (*regions, UNKNOWN_REGION):
+            continue
+        price = _with_fee(option.price) if option.price is not None else None
+        usd = None if price is None else price.usd_per_gpu_hour * machine.gpus
+        found.append(replace(option, price=price, offer=replace(offer, backend="vertex", usd_per_node_hour=usd)))
+    return found
+
+
+def _with_fee(price: Price) -> Price | None:
+    fee = vertex.fee(price.machine, price.region)
+    if fee is None:
+        return None
+    kind = "as billed" if fee.billed else "assumed"
+    return replace(
+        price,
+        usd_per_gpu_hour=price.usd_per_gpu_hour + fee.usd_per_gpu_hour,
+        low=price.low + fee.usd_per_gpu_hour,
+        high=price.high + fee.usd_per_gpu_hour,
+        source=f"{price.source}; and Vertex AI's fee of {fee.usd_per_gpu_hour:.4f} ({kind})",
+    )

@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from muster.core.event_details.checkpoints import CheckpointCommitted
 from muster.report.ledger.categories import CATEGORIES
+from muster.report.ledger.file_log import UNKNOWN, Ints
 from muster.report.ledger.fold import Ledger
 from muster.report.ledger.lineage import Steps
 from muster.report.ledger.reference_rate import Reference, fault_tolerance_overhead, typical_steps
-from muster.report.ledger.restorable_versions import Versions, versions
+from muster.report.ledger.time_axis import Aligned
 
 _HOUR_NS = 3_600_000_000_000
 
@@ -171,8 +173,6 @@ def category_usd(ledger: Ledger) -> dict[str, float | None]:
 
 @dataclass(frozen=True, kw_only=True)
 class CategoryTime:
-    """Host-time of one category."""
-
     host_s: float
     host_ns: int
     share: float | None
@@ -267,3 +267,46 @@ def incident_kinds(ledger: Ledger) -> dict[str, KindFigures]:
             host_s=sum(sum(incident.host_ns.values()) for incident in members) / 1e9,
         )
     return result
+
+
+@dataclass(frozen=True, eq=False)
+class Versions:
+    """Of one tier, in the order in which they became restorable: from ``at_ns`` on ``step`` can be restored; its state
+    is as old as the end of that step, ``taken_ns``."""
+
+    at_ns: Ints
+    taken_ns: Ints
+    step: Ints
+
+    @property
+    def newest_ns(self) -> Ints:  # from each ``at_ns`` on
+        return np.maximum.accumulate(self.taken_ns)
+
+
+def versions(aligned: Aligned, steps: Steps) -> dict[str, Versions]:
+    """By tier; tiers that never held one do not appear."""
+    committed: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for timed in aligned.events:
+        if timed.event.kind == CheckpointCommitted.kind and timed.event.step is not None:
+            committed[timed.event.read(CheckpointCommitted).tier].append((timed.t_ns, timed.event.step))
+    held = {tier: np.array(rows, np.int64) for tier, rows in committed.items()}
+    in_time = np.argsort(aligned.step_ns, kind="stable")
+    for tier, name in (("memory", "snapshot_step"), ("peer", "peer_step")):  # a snapshot has no event of its own
+        said = aligned.steps.ints(name)[in_time]
+        known = np.flatnonzero(said != UNKNOWN)
+        new = known[np.flatnonzero(np.diff(said[known], prepend=UNKNOWN))]
+        rows = np.stack((aligned.step_ns[in_time[new]], said[new]), axis=1)
+        held[tier] = np.concatenate((held[tier], rows)) if tier in held else rows
+    order = np.argsort(steps.step, kind="stable")
+    numbers, ends = steps.step[order], steps.end_ns[order]
+    return {tier: _sorted(rows[:, 0], rows[:, 1], numbers, ends) for tier, rows in held.items() if len(rows)}
+
+
+def _sorted(at_ns: Ints, step: Ints, numbers: Ints, ends: Ints) -> Versions:
+    """``ends``: of the steps ``numbers``, which rise; the last one of a step that was taken twice is meant."""
+    taken = at_ns.copy()
+    if len(numbers):
+        found = np.maximum(0, np.searchsorted(numbers, step, "right") - 1)
+        taken = np.where(numbers[found] == step, np.minimum(ends[found], at_ns), at_ns)
+    order = np.lexsort((step, taken, at_ns))
+    return Versions(at_ns[order], taken[order], step[order])

@@ -114,8 +114,6 @@ def _within(value: int) -> int:
 
 @dataclass
 class FileLog:
-    """What one file holds."""
-
     events: list[Event] = field(default_factory=list)
     """All but the steps of rank 0, of which it has the first of each attempt."""
     steps: StepColumns = field(default_factory=StepColumns)

@@ -64,8 +64,6 @@ class HostLane:
 
 @dataclass
 class EventIndex:
-    """What lanes are made from."""
-
     by_host: Mapping[str, Sequence[Timed]]
     """Each host's events in time order, steps left out."""
     host_changes: Mapping[str, Sequence[tuple[int, str]]]

@@ -117,7 +117,6 @@ def fault_tolerance_overhead(events: Sequence[Timed], steps: Steps) -> float | N
 
 
 def _measured(events: Sequence[Timed]) -> Event | None:
-    """The newest ``baseline_rate`` event."""
     return next((timed.event for timed in reversed(events) if timed.event.kind == BaselineRate.kind), None)
 
 

@@ -32,8 +32,6 @@ _LATE_NS = 5_000_000_000
 
 @dataclass(frozen=True)
 class Timed:
-    """One event and its place on the axis."""
-
     t_ns: int
     file: str
     event: Event

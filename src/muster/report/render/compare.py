@@ -53,7 +53,6 @@ class Comparison:
     categories: Mapping[str, Row]
 
     def to_json(self) -> JsonObject:
-        """In plain JSON types."""
         return asdict(self)
 
 

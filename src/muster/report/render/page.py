@@ -17,8 +17,7 @@ from muster.core.errors import UsageError
 from muster.core.redact import printable
 from muster.core.typed_json import JsonObject
 from muster.report.ledger.fold import Ledger
-from muster.report.render.document import Document
-from muster.report.render.next_steps import next_steps
+from muster.report.render.document import Document, next_steps
 from muster.report.render.series import series
 
 #: What draws a run's report.

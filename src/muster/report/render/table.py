@@ -11,8 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from muster.report.ledger.step_budget import StepBudget
-from muster.report.render.document import Document
-from muster.report.render.next_steps import next_steps
+from muster.report.render.document import Document, next_steps
 from muster.report.render.sentences import format_duration, lever_in_words, money
 from muster.report.render.terminal import Console
 

@@ -39,8 +39,6 @@ LOCK, OWNERS = ".mirror.lock", ".owners.json"
 
 @dataclass
 class _File:
-    """A file of the home, and what is here of it."""
-
     writer: str
     uri: str
     path: Path

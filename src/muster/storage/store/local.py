@@ -15,16 +15,18 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import tempfile
 import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from muster.core.errors import AccessError, BackendError, ConflictError, UsageError
 from muster.core.processes import open_plain, sync_directory
 from muster.core.protocols import Stored
-from muster.storage import mounts, uris
+from muster.storage import uris
 
 _HIDDEN = ".muster-"
 _LOCK = f"{_HIDDEN}lock"
@@ -33,6 +35,12 @@ _LARGEST_BYTES = 512 << 20
 _UNSUPPORTED = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK)
 # What a file system's clock may round to: ns (ext4, xfs, tmpfs, NFS), 100 ns, 1 us, 1 ms, 1 s, 2 s (FAT).
 _TICKS_NS = (1, 100, 1_000, 1_000_000, 1_000_000_000, 2_000_000_000)
+MOUNTS = Path("/proc/self/mountinfo")
+#: Bucket names, by Google's rules for them.
+_BUCKET = re.compile(r"^[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]$")
+#: Sources of a mount that shows all buckets as folders.
+_ALL_BUCKETS = ("_", "gcsfuse")
+_OCTAL = re.compile(r"\\([0-7]{3})")
 
 
 class LocalStore:
@@ -106,7 +114,7 @@ class LocalStore:
 def _with_conditions(uri: str) -> Path:
     """The path. Raises UsageError on a mounted bucket, which would let several writers win."""
     path = uris.local_path(uri)
-    bucket = mounts.uri_of_mounted(path)
+    bucket = uri_of_mounted(path)
     if bucket is not None:
         hint = f"name the bucket instead of the path: {bucket} (below it, where only a folder of it is mounted)"
         raise UsageError(f"{uri} is on a mount of a bucket, which has no conditional writes", hint=hint)
@@ -209,3 +217,64 @@ def check_conditional_writes(folder: Path) -> None:
     with translated(str(folder)), tempfile.TemporaryDirectory(prefix=_HIDDEN, dir=folder) as scratch:
         uri = f"{scratch}/object"
         store.put_if(uri, b"2", store.put_if_absent(uri, b"1"))
+
+
+class _Mount(NamedTuple):
+    root: str
+    """What of the file system is shown here (a folder, where a folder of it was bound)."""
+    point: str
+    kind: str
+    source: str
+
+
+def uri_of_mounted(path: str | os.PathLike[str], *, mounts: Path | None = None) -> str | None:
+    """``gs://BUCKET/...`` of a path on a mounted bucket, None of any other; the path need not exist.
+
+    Right unless only a folder of the bucket was mounted (``--only-dir``), which a mount does not show: say it to users,
+    do not write there. The GKE driver's mounts are of kind ``fuse``, the program's own of kind ``fuse.gcsfuse``.
+    """
+    real = os.path.realpath(path)
+    mount = _mount_of(real, mounts or MOUNTS)
+    if mount is None or mount.kind not in ("fuse", "fuse.gcsfuse"):
+        return None
+    inside = os.path.relpath(real, mount.point)
+    shown = [part for part in (mount.root.strip("/"), "" if inside == "." else inside) if part]
+    if mount.source in _ALL_BUCKETS and mount.kind == "fuse.gcsfuse":
+        return f"gs://{'/'.join(shown)}"
+    return f"gs://{'/'.join([mount.source, *shown])}" if _BUCKET.match(mount.source) else None
+
+
+def points(*, mounts: Path | None = None) -> list[str]:
+    """Where something is mounted, as this process sees it; nothing where the system does not say."""
+    try:
+        lines = (mounts or MOUNTS).read_text(errors="surrogateescape").splitlines()
+    except OSError:  # not Linux
+        return []
+    return [_plain(fields[4]) for line in lines if len(fields := line.partition(" - ")[0].split(" ")) >= 5]
+
+
+def _mount_of(real: str, mounts: Path) -> _Mount | None:
+    """The mount that a path without links lies on; of several at one point, the last one hides the others."""
+    try:
+        lines = mounts.read_text(errors="surrogateescape").splitlines()
+    except OSError:  # not Linux
+        return None
+    found: _Mount | None = None
+    for line in lines:
+        left, _, right = line.partition(" - ")
+        fields, of_file_system = left.split(" "), right.split(" ")
+        if len(fields) < 5 or len(of_file_system) < 2:
+            continue
+        mount = _Mount(_plain(fields[3]), _plain(fields[4]), of_file_system[0], _plain(of_file_system[1]))
+        if _is_below(real, mount.point) and (found is None or len(mount.point) >= len(found.point)):
+            found = mount
+    return found
+
+
+def _is_below(path: str, point: str) -> bool:
+    return path == point or path.startswith(point.rstrip("/") + "/")
+
+
+def _plain(text: str) -> str:
+    """The kernel writes spaces and backslashes as octal numbers."""
+    return _OCTAL.sub(lambda match: chr(int(match[1], 8)), text)

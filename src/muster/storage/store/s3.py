@@ -22,8 +22,6 @@ _BUSY = ("SlowDown", "ServiceUnavailable", "InternalError", "RequestTimeout", "4
 
 
 class S3Store:
-    """The ``Store`` of ``s3://``."""
-
     def get(self, uri: str, *, start: int = 0) -> Stored:
         with _errors(uri):
             span = {"Range": f"bytes={start}-"} if start else {}

@@ -8,7 +8,7 @@ import time
 import pytest
 from fakes.host import VirtualHost, spec_of
 
-from muster.agent.evidence.counters import counters
+from muster.agent.evidence.assemble import counters
 from muster.agent.hardware.usage import ASK_GPUS, EVERY_S, TOOL, used
 from muster.agent.values.actions import ReadCounters, StopProgram
 from muster.agent.values.events import CountersRead, HardwareListed, ProgramEnded, ProgramLine, SupervisorMessage

@@ -3,8 +3,8 @@
 import pytest
 from test_gce_launcher import Stage, stage  # noqa: F401 (a fixture)
 
+from muster.backends.gce.launcher import submission_of
 from muster.backends.gce.reason import SILENT_S, Useless
-from muster.backends.gce.submission import submission_of
 from muster.core.typed_json import encode
 from muster.protocol.client import HostStatus, SupervisorStatus
 from muster.protocol.lease import HomeStatus

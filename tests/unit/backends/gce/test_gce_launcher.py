@@ -20,16 +20,14 @@ from muster.app.run import stop as stop_app
 from muster.app.run import submit as submit_app
 from muster.backends.gce import host, requests
 from muster.backends.gce.compute import Compute
-from muster.backends.gce.launcher import GceLauncher
+from muster.backends.gce.launcher import GceLauncher, submission_of
 from muster.backends.gce.provision import Hosts
-from muster.backends.gce.submission import submission_of
 from muster.backends.google.request_log import RequestLogFile
 from muster.backends.google.session import Session
 from muster.backends.host.children import Finished
 from muster.backends.host.state import Exit, Outcome, State
 from muster.backends.letters import Letters
 from muster.backends.protocols import Terminal
-from muster.backends.run_home import SUBMISSION
 from muster.config.load import Loaded
 from muster.core.errors import AccessError, CapacityError, MusterError, UsageError
 from muster.core.typed_json import encode
@@ -39,6 +37,7 @@ from muster.protocol.codec import encode as frame
 from muster.protocol.lease import EndRecord, HomeStatus, LeaseRecord
 from muster.protocol.version import MINE
 from muster.storage import run_registry
+from muster.storage.job_record import SUBMISSION
 
 ZONES = ["us-central1-a", "us-central1-b"]
 NEEDED, OVER = host.Fate.NEEDED, host.Fate.OVER
@@ -358,7 +357,7 @@ class Programs:
 
 def serve(at, request, monkeypatch, programs, name):
     """The letters of a machine, in real time; the asker's clock is real, too."""
-    monkeypatch.setattr("muster.backends.letters.LOOK_S", 0.02)
+    monkeypatch.setattr("muster.backends.mailbox.LOOK_S", 0.02)
     monkeypatch.setattr("muster.backends.mailbox.LOOK_S", 0.02)
     from muster.core.clock import SystemClock
 

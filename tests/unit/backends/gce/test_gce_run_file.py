@@ -5,7 +5,7 @@ from gce_cases import GCE, cases, placement, spec
 
 from muster import backends
 from muster.app.cluster import render
-from muster.backends.gce.offers import rents
+from muster.backends.gce.placement import rents
 from muster.backends.gce.run_file_rules import rules, warnings
 from muster.catalog import gce, gke, offers
 from muster.core.errors import RunFileError

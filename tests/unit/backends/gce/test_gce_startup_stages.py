@@ -2,7 +2,7 @@
 
 import pytest
 
-from muster.backends.gce.startup_stages import LIMITS_S, read_report, sentence, tree
+from muster.backends.gce.reason import LIMITS_S, read_report, sentence, tree
 
 ASKED_S = 1_000_000.0
 

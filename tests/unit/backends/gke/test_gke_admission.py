@@ -4,8 +4,7 @@ import pytest
 from cases import RUN_DIR, cases, spec
 from fakes.admission import defaulted, refusals
 
-from muster.backends.gke.manifests.cluster_options import Options
-from muster.backends.gke.manifests.placement import place
+from muster.backends.gke.manifests.placement import Options, place
 from muster.backends.gke.manifests.render import cluster_objects, run_manifests
 from muster.backends.gke.pod.continuation import continuation
 

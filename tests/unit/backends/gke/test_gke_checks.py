@@ -4,8 +4,7 @@ import pytest
 from cases import RUN_DIR, RUN_ID, placement, spec
 
 from muster import backends
-from muster.backends.gke.manifests.cluster_options import Options
-from muster.backends.gke.manifests.placement import object_name, place
+from muster.backends.gke.manifests.placement import Options, object_name, place
 from muster.backends.gke.manifests.render import render
 from muster.backends.gke.manifests.spec_rules import findings
 from muster.config import load

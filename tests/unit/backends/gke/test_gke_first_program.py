@@ -9,8 +9,7 @@ import time
 import pytest
 from cases import placement, spec
 
-from muster.backends.gke.manifests.cluster_options import Options
-from muster.backends.gke.manifests.placement import mode_of
+from muster.backends.gke.manifests.placement import Options, mode_of
 from muster.backends.gke.manifests.pods import SOURCE_AND_RUN, host_template, sourcing, waiting
 
 SAYS = (

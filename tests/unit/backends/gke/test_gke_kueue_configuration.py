@@ -9,10 +9,9 @@ from fakes.kueue_config import gates_of, kueue_config_refusals, ready_limits
 from fakes.project import PINS, SITES, TEXTS, cloud_with_cluster, session
 
 from muster.backends.gke.manifests import kueue_configuration as kueue
-from muster.backends.gke.manifests.cluster_options import Options
 from muster.backends.gke.manifests.jobset import jobset
 from muster.backends.gke.manifests.kueue_objects import queue_objects
-from muster.backends.gke.manifests.placement import mode_of
+from muster.backends.gke.manifests.placement import Options, mode_of
 from muster.backends.gke.manifests.yaml_text import dump
 from muster.backends.gke.operate.kueue_check import kueue_warnings
 from muster.backends.gke.provision.cluster_objects import Objects

@@ -13,8 +13,8 @@ from test_gke_launcher import JOBSETS, google, launcher, request_
 from muster.backends.gke.kubernetes import connection
 from muster.backends.gke.pod.continuation import queue_continuation
 from muster.backends.google.http import Unreachable
-from muster.backends.run_home import SUBMISSION
 from muster.core.errors import ConflictError
+from muster.storage.job_record import SUBMISSION
 
 
 @pytest.fixture

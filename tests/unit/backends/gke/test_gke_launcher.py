@@ -12,10 +12,10 @@ from muster.backends.gke.launcher import GkeLauncher
 from muster.backends.gke.operate.submission import ANNOTATION
 from muster.backends.google.http import Call
 from muster.backends.machine_prices import machine_usd_per_hour
-from muster.backends.run_home import SUBMISSION
 from muster.core.errors import BackendError, UsageError
 from muster.core.types import JobHandle, JobState
 from muster.storage import run_registry
+from muster.storage.job_record import SUBMISSION
 
 SPEC = spec("a4-highgpu-8g", "flex_start_queued", project="example-project", spare_hosts=1)
 JOBSETS = "apis/jobset.x-k8s.io/v1alpha2/namespaces/default/jobsets"

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 from cases import cases, placement, run_file_text, spec
 
-from muster.backends.gke.manifests.jobset import run_objects
-from muster.backends.gke.manifests.monitoring import API, KINDS
+from muster.backends.gke.manifests.jobset import MONITORING_API, MONITORING_KINDS, run_objects
 from muster.backends.gke.manifests.placement import METRICS_PORT, resolved
 from muster.backends.gke.manifests.render import run_manifests
 from muster.backends.gke.manifests.yaml_text import dump
@@ -52,7 +51,7 @@ def by_kind(of):
 def test_the_page_is_where_the_collector_looks_for_it():
     found = by_kind(PAGE)
     monitoring = found["PodMonitoring"]
-    assert monitoring["apiVersion"] == API and unknown(monitoring["spec"], FIELDS) == []
+    assert monitoring["apiVersion"] == MONITORING_API and unknown(monitoring["spec"], FIELDS) == []
     (endpoint,) = monitoring["spec"]["endpoints"]
     page = resolved(PAGE).metrics
     assert (endpoint["port"], page.port, page.bind) == (METRICS_PORT, METRICS_PORT, "0.0.0.0")
@@ -86,7 +85,7 @@ def test_the_collector_may_read_one_secret_which_is_not_the_runs_token():
 
 
 def test_without_a_page_nothing_of_it_is_rendered():
-    kinds = {kind for _, kind, _ in KINDS}
+    kinds = {kind for _, kind, _ in MONITORING_KINDS}
     assert kinds <= by_kind(PAGE).keys()
     for name, of in cases().items():
         assert not kinds & by_kind(of).keys(), name
@@ -120,9 +119,11 @@ def test_the_secret_of_the_page_is_made_at_submission_and_is_in_no_file(cluster)
 def test_a_cluster_without_managed_collection_gets_a_warning_and_the_run(cluster):
     asked = submission(PAGE)
     asked._without_unknown_monitoring(cluster)
-    assert not {row["kind"] for row in asked.documents} & {kind for _, kind, _ in KINDS}
+    assert not {row["kind"] for row in asked.documents} & {kind for _, kind, _ in MONITORING_KINDS}
     assert "nothing scrapes the run" in asked.warnings[0]
-    cluster.serves = lambda api: api == API
+    cluster.serves = lambda api: api == MONITORING_API
     asked = submission(PAGE)
     asked._without_unknown_monitoring(cluster)
-    assert {kind for _, kind, _ in KINDS} <= {row["kind"] for row in asked.documents} and asked.warnings == []
+    assert {kind for _, kind, _ in MONITORING_KINDS} <= {
+        row["kind"] for row in asked.documents
+    } and asked.warnings == []

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from muster.backends.gke.pod.own_node import place_of_node
+from muster.backends.gke.pod.main import place_of_node
 from muster.core.errors import AccessError
 
 TOPOLOGY = {"cloud.google.com/gce-topology-block": "b7", "cloud.google.com/gce-topology-subblock": "s3"}

@@ -16,7 +16,7 @@ from muster.app.inspect.supervisor_client import SupervisorUnreachable
 from muster.app.run import exec as execute_app
 from muster.app.run import stop as stop_app
 from muster.backends.gke.launcher import GkeLauncher
-from muster.backends.gke.manifests.cluster_options import Options
+from muster.backends.gke.manifests.placement import Options
 from muster.backends.gke.operate.exec_stream import exit_code
 from muster.backends.protocols import Terminal
 from muster.core.errors import BackendError, UsageError

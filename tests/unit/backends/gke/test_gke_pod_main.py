@@ -14,8 +14,15 @@ from fakes.gcs import GcsFake
 from muster.backends.gke.manifests.jobset import VERDICTS
 from muster.backends.gke.pod import main
 from muster.backends.gke.pod.continuation import AllocationsUsedUp, JobSetGone
-from muster.backends.gke.pod.main import BACK_END_FAULT, PodPlace, host_program, supervisor_rules
-from muster.backends.gke.pod.own_jobset import OwnJobSet, all_pods_go, runs_since
+from muster.backends.gke.pod.main import (
+    BACK_END_FAULT,
+    OwnJobSet,
+    PodPlace,
+    all_pods_go,
+    host_program,
+    runs_since,
+    supervisor_rules,
+)
 from muster.backends.google.http import Unreachable
 from muster.backends.host import decide, run_state
 from muster.backends.host.run_state import RunState

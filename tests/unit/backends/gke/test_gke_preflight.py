@@ -11,15 +11,14 @@ from fakes.project import cloud_with_cluster
 
 from muster import backends
 from muster.app.cluster.preflight import preflight
+from muster.backends.cluster import TINY, rehearsal
 from muster.backends.gke.launcher import GkeLauncher
-from muster.backends.gke.manifests.cluster_options import Options
 from muster.backends.gke.manifests.kueue_objects import queue_objects
-from muster.backends.gke.manifests.placement import place
+from muster.backends.gke.manifests.placement import Options, place
 from muster.backends.gke.manifests.render import run_manifests
 from muster.backends.gke.manifests.spec_rules import findings
 from muster.backends.gke.operate.cluster_snapshot import take_snapshot
 from muster.backends.gke.operate.status_reason import explain
-from muster.backends.rehearsal import TINY, rehearsal
 from muster.config import validation
 from muster.config.load import Loaded
 from muster.core.errors import UsageError

@@ -19,9 +19,8 @@ from fakes.project import (
     where,
 )
 
-from muster.backends.gke.provision.advice import capacity_advice
 from muster.backends.gke.provision.inventory.resource_names import site
-from muster.backends.gke.provision.quota import check_quotas, quotas
+from muster.backends.gke.provision.quota import capacity_advice, check_quotas, quotas
 from muster.backends.gke.provision.up import down, up, up_first
 from muster.core.errors import AccessError, BackendError, CapacityError, ConflictError, UsageError
 

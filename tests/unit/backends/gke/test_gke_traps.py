@@ -11,9 +11,8 @@ import pytest
 from cases import placement, spec
 
 from muster.backends.gke.manifests import pods
-from muster.backends.gke.manifests.cluster_options import Options
 from muster.backends.gke.manifests.kueue_objects import queue_objects
-from muster.backends.gke.manifests.placement import resolved
+from muster.backends.gke.manifests.placement import Options, resolved
 from muster.backends.gke.manifests.pods import SOURCE_AND_RUN
 from muster.backends.gke.manifests.render import cluster_objects, run_manifests
 from muster.backends.gke.manifests.spec_rules import findings

@@ -6,7 +6,7 @@ import pytest
 from fakes.clock import VirtualClock
 
 from muster.backends.host.run_state import RunState
-from muster.backends.slurm.holder import SILENCE_S, Holder
+from muster.backends.slurm.locate import SILENCE_S, Holder
 from muster.core.errors import ConflictError
 from muster.storage.store import open_store
 from muster.supervise.process.lease import LeaseKeeper

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muster.backends.vertex.on_host.cluster_spec import PORT, Peer, Seat, seat
+from muster.backends.vertex.on_host.meeting import PORT, Peer, Seat, seat
 from muster.core.errors import BackendError
 
 PREFIXES = st.sampled_from(

@@ -425,7 +425,7 @@ class Host:
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr("muster.backends.letters.LOOK_S", 0.02)
+    monkeypatch.setattr("muster.backends.mailbox.LOOK_S", 0.02)
     monkeypatch.setattr("muster.backends.mailbox.LOOK_S", 0.02)
 
 

@@ -7,8 +7,7 @@ import threading
 import pytest
 from fakes.clock import VirtualClock
 
-from muster.backends.vertex.on_host.cluster_spec import Peer
-from muster.backends.vertex.on_host.meeting import CALL_S, Meeting, meet, own_address
+from muster.backends.vertex.on_host.meeting import CALL_S, Meeting, Peer, meet, own_address
 from muster.core.errors import BackendError
 from muster.protocol.codec import reader_of
 from muster.protocol.hello import MET, MeetingHello, Met, Refused

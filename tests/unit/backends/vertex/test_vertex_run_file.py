@@ -5,7 +5,7 @@ from vertex_cases import cases, placement, spec
 
 from muster import backends
 from muster.app.cluster import render
-from muster.backends.vertex.offers import rents
+from muster.backends.vertex.placement import rents
 from muster.backends.vertex.run_file_rules import rules, warnings
 from muster.catalog import offers, vertex
 from muster.config.spec import RunSpec

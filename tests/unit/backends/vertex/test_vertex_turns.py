@@ -8,7 +8,7 @@ from fakes.discovery import folder
 
 from muster.backends.google.request_log import NOTHING, Request
 from muster.backends.vertex.job_state import Cause, cause, custom_job, sentence, web_links
-from muster.backends.vertex.turns import LIST_LAG_S, Cancel, Create, Look, NoRoom, Over, Placed, next_step
+from muster.backends.vertex.progress import LIST_LAG_S, Cancel, Create, Look, NoRoom, Over, Placed, next_step
 from muster.core.types import JobState
 
 NOW = 1_795_000_000.0

@@ -8,7 +8,7 @@ from fakes.objects import Objects
 from fakes.virtual_run import actions, check_invariants, kinds, machine, spec
 
 from muster.protocol.values import RankEvent
-from muster.simulate import agent_model
+from muster.simulate import cluster
 from muster.simulate.cluster import Cluster
 from muster.storage.home import BucketHome
 from muster.supervise.process.decisions import Decisions
@@ -55,7 +55,7 @@ class HomedCluster(Cluster):
         if isinstance(effect, End):
             self.result = effect
         else:
-            agent_model.handle_message(self, effect.host, effect.message)
+            cluster.handle_message(self, effect.host, effect.message)
 
     def _effects(self, effects):
         self.decisions._carry_out(effects)

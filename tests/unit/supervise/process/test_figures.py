@@ -4,8 +4,7 @@ import pytest
 
 from muster.core.events import Event
 from muster.report.ledger.file_log import FileLog
-from muster.report.log_folder import LogFolder
-from muster.report.progress import progress
+from muster.report.log_folder import LogFolder, progress
 from muster.supervise.process.figures import Figures
 
 

@@ -14,7 +14,7 @@ from muster.policy.load import complete
 from muster.protocol.to_agent import PeerMoved
 from muster.protocol.to_supervisor import RankExit, RanksProgress, ReplicatorAddress
 from muster.protocol.values import LastWords
-from muster.simulate.faults import rot_snapshot
+from muster.simulate.fault_schedule import rot_snapshot
 from muster.supervise.recovery.host_health import own_numbers
 from muster.supervise.recovery.inputs import RestartRequest
 from muster.supervise.recovery.phases import Running

@@ -4,7 +4,7 @@ import pytest
 from fakes.virtual_run import cluster, events_of, kinds, machine, spec, without_copies
 
 from muster.core.types import Topology
-from muster.simulate import agent_model
+from muster.simulate import cluster as agent_model
 from muster.supervise.recovery.attempts import start_message
 from muster.supervise.replay.rebuild_state import rebuild_state
 

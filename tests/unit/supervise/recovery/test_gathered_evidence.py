@@ -13,7 +13,7 @@ from muster.health.hang.process_state import GONE, CgroupState, ProcessState
 from muster.health.verdicts import Finding, Verdict
 from muster.protocol.to_agent import GatherEvidence
 from muster.protocol.to_supervisor import EvidenceReady, RankExit, RankHang
-from muster.simulate.faults import hang_rank
+from muster.simulate.fault_schedule import hang_rank
 from muster.supervise.recovery import hangs
 from muster.supervise.recovery.inputs import Send
 from muster.supervise.recovery.phases import Gathering

@@ -11,7 +11,7 @@ from muster.policy.cluster_state import ClusterState
 from muster.protocol.to_agent import StartAttempt
 from muster.protocol.to_supervisor import RankExit
 from muster.protocol.values import LastWords
-from muster.simulate.agent_model import handle_message
+from muster.simulate.cluster import handle_message
 from muster.supervise.replay.rebuild_state import rebuild_state
 
 
@@ -49,7 +49,7 @@ def bad_batch(found, step):
 @pytest.fixture
 def with_skips(monkeypatch):
     def start(found, step):
-        monkeypatch.setattr("muster.simulate.agent_model.handle_message", bad_batch(found, step))
+        monkeypatch.setattr("muster.simulate.cluster.handle_message", bad_batch(found, step))
         return found
 
     return start

@@ -10,7 +10,7 @@ from muster.policy.builtin import SHIPPED
 from muster.protocol.held_snapshots import newest_complete
 from muster.protocol.to_supervisor import HostNotice
 from muster.protocol.values import LastWords
-from muster.simulate import faults as broken
+from muster.simulate import fault_schedule as broken
 from muster.simulate.stage_arithmetic import Stages
 from muster.supervise.recovery.inputs import StopRequest
 from muster.supervise.recovery.phases import Ended

@@ -9,7 +9,7 @@ from fakes.virtual_run import actions, check_invariants, cluster, events_of, kin
 from muster.policy.builtin import SHIPPED
 from muster.protocol.to_supervisor import HostNotice, RankExit, RanksProgress
 from muster.protocol.values import LastWords
-from muster.simulate import faults
+from muster.simulate import fault_schedule
 from muster.simulate.stage_arithmetic import Stages
 from muster.supervise.recovery.inputs import StopRequest
 from muster.supervise.recovery.phases import Draining, Running
@@ -59,7 +59,7 @@ def test_a_hang_is_told_to_the_supervisor_that_comes(at):
     of = spec(hosts=3)
     found = cluster(of)
     without_supervisor(found, of, 10.0, 15.0)
-    found.at(at, lambda: faults.hang_rank(found, 0, detect_s=0.1))
+    found.at(at, lambda: fault_schedule.hang_rank(found, 0, detect_s=0.1))
     assert found.run(until_s=1000.0).exit_code == 0
     assert [log.detail["incident"] for _, log in kinds(found, "incident.detected")] == ["rank_hang"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from muster.backends.gke.kubernetes.kind import Kind, root_of
+from muster.backends.gke.kubernetes.connection import Kind, root_of
 from muster.backends.gke.kubernetes.streams import Lines
 from muster.backends.google.http import Call, Reply, Unreachable
 from muster.backends.google.refusals import refusal
@@ -25,8 +25,6 @@ SERVED_WITHIN_S = 60.0
 
 @dataclass(kw_only=True)
 class Cluster:
-    """The API server of one cluster."""
-
     connection: Connection
     clock: Clock
     _kinds: dict[str, dict[str, Kind]] = field(default_factory=dict)

@@ -29,7 +29,6 @@ from lightkube.generic_resource import GenericGlobalResource, GenericNamespacedR
 from lightkube.types import PatchType
 
 from muster.backends.gke.kubernetes import streams
-from muster.backends.gke.kubernetes.kind import Kind, root_of
 from muster.backends.gke.kubernetes.streams import Lines, Stream
 from muster.backends.google.api_server_transport import network
 from muster.backends.google.http import Reply, Unreachable, parse_reply
@@ -206,3 +205,18 @@ def _read_refusal(response: httpx2.Response) -> None:
     """A streamed response is read only where it is a refusal: what asked for a stream shows its message."""
     if response.status_code >= 300:
         response.read()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """Enough to address its objects."""
+
+    api: str
+    kind: str
+    plural: str
+    namespaced: bool
+
+
+def root_of(api: str) -> str:
+    """Path of a group and version."""
+    return f"apis/{api}" if "/" in api else f"api/{api}"

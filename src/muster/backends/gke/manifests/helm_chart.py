@@ -13,12 +13,11 @@ from typing import Any
 
 from muster import __version__
 from muster.backends.gke.manifests import pods
-from muster.backends.gke.manifests.cluster_options import Options
 from muster.backends.gke.manifests.jobset import run_objects
 from muster.backends.gke.manifests.kueue_objects import CPU_FLAVOR, account_objects, priority_class, queue_objects
-from muster.backends.gke.manifests.network_objects import network_objects
 from muster.backends.gke.manifests.placement import (
     CLAIM_FOLDER,
+    Options,
     Placement,
     allocation_ends,
     longest_run_s,
@@ -27,6 +26,7 @@ from muster.backends.gke.manifests.placement import (
     place,
     resolved,
 )
+from muster.backends.gke.manifests.render import network_objects
 from muster.backends.gke.manifests.spec_rules import refuse
 from muster.backends.gke.manifests.yaml_text import dump
 from muster.config.spec import Lora, RunSpec

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from muster.backends.gke.manifests import pods
-from muster.backends.gke.manifests.monitoring import monitoring_objects
 from muster.backends.gke.manifests.placement import HOST, SUPERVISOR, Mode, Placement, mode_of
 from muster.core.typed_json import Json, JsonObject
 
@@ -22,6 +21,18 @@ EXCLUSIVE = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gk
 """A slice of TPUs is a node pool. On the replicated job and not on the JobSet: supervisors share a pool (JobSet
 api/jobset/v1alpha2, ExclusiveKey: at either level)."""
 KEPT_AFTER_THE_END_S = 3 * 24 * 3600
+MONITORING_API = "monitoring.googleapis.com/v1"
+RBAC = "rbac.authorization.k8s.io/v1"
+#: Kinds that a run with a metrics page has more than others: (api, kind, plural).
+MONITORING_KINDS = (
+    (MONITORING_API, "PodMonitoring", "podmonitorings"),
+    (RBAC, "RoleBinding", "rolebindings"),
+    (RBAC, "Role", "roles"),
+)
+KEY = "token"
+#: The collector's account: of GKE's managed collection, and of an operator that was installed by hand.
+COLLECTOR, NAMESPACES = "collector", ("gke-gmp-system", "gmp-system")
+SCRAPE_INTERVAL = "30s"
 
 
 def run_objects(placement: Placement, run_file: str, resolved: str) -> list[Manifest]:
@@ -155,3 +166,46 @@ def _claim_template(placement: Placement) -> Manifest:
 
 def _metadata(placement: Placement, name: str) -> Manifest:
     return {"name": name, "namespace": placement.options.namespace}
+
+
+def metrics_secret_name(jobset: str) -> str:
+    """Of the Secret with what a scrape shows; made at submission: it is in no file."""
+    return f"{jobset}-metrics"
+
+
+def monitoring_objects(placement: Placement, selector: JsonObject) -> list[dict[str, Json]]:
+    """None where the run has no page. ``selector``: of the supervisors' pods; the one that stands by serves none.
+
+    https://github.com/GoogleCloudPlatform/prometheus-engine (doc/api.md): ``PodMonitoring``, and a collector that may
+    read the one Secret that it names.
+    """
+    port = placement.metrics_port
+    if port is None:
+        return []
+    name = metrics_secret_name(placement.name)
+    metadata: JsonObject = {
+        "name": name,
+        "namespace": placement.options.namespace,
+        "labels": dict(placement.labels),
+    }
+    reads: JsonObject = {
+        "apiGroups": [""],
+        "resources": ["secrets"],
+        "resourceNames": [name],
+        "verbs": ["get", "list", "watch"],
+    }
+    role: JsonObject = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name}
+    subjects: list[Json] = [{"kind": "ServiceAccount", "name": COLLECTOR, "namespace": place} for place in NAMESPACES]
+    credentials: JsonObject = {"secret": {"name": name, "key": KEY}}
+    endpoint: JsonObject = {
+        "port": port,
+        "path": "/metrics",
+        "interval": SCRAPE_INTERVAL,
+        "authorization": {"type": "Bearer", "credentials": credentials},
+    }
+    spec: JsonObject = {"selector": selector, "endpoints": [endpoint], "targetLabels": {"metadata": ["pod", "node"]}}
+    return [
+        {"apiVersion": RBAC, "kind": "Role", "metadata": metadata, "rules": [reads]},
+        {"apiVersion": RBAC, "kind": "RoleBinding", "metadata": metadata, "roleRef": role, "subjects": subjects},
+        {"apiVersion": MONITORING_API, "kind": "PodMonitoring", "metadata": metadata, "spec": spec},
+    ]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 
-from muster.backends.gke.manifests.cluster_options import SUPERVISOR_PRIORITY
-from muster.backends.gke.manifests.placement import Placement, mode_of
+from muster.backends.gke.manifests.placement import SUPERVISOR_PRIORITY, Placement, mode_of
 from muster.core.typed_json import Json, JsonObject, changed, children, text, texts
 
 Manifest = dict[str, Json]

@@ -7,13 +7,14 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from muster.backends.bucket_paths import as_uri, is_bucket, with_mounted_inputs
-from muster.backends.gke.manifests.cluster_options import Options
 from muster.backends.google.rules import slices_of
 from muster.catalog import gke as catalogue
 from muster.catalog.gke import Family, Machine
 from muster.config.spec import Recovery, RunSpec
+from muster.core.typed_json import Record
 
 SEVEN_DAYS_S = 604_800
 """The longest flex-start allocation (docs concepts/dws)."""
@@ -39,6 +40,7 @@ SUPERVISOR = "supervisor"
 HOST = "host"
 METRICS_PORT = 9464
 """Of the metrics page where the run file leaves it open: Prometheus' habit for programs' own pages."""
+SUPERVISOR_PRIORITY = "muster-supervisor"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +92,6 @@ class Placement:
 
     @property
     def name(self) -> str:
-        """The JobSet's name."""
         return object_name(self.run_id)
 
     @property
@@ -330,3 +331,33 @@ def _tolerations(placement: Placement, *, spot: bool, queued: bool) -> list[Mapp
             {"key": "cloud.google.com/gke-queued", "operator": "Equal", "value": "true", "effect": "NoSchedule"}
         )
     return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Record):
+    """Settings of the rendering; every one has a default that ``muster up`` makes true."""
+
+    namespace: str = "default"
+    service_account: str = "muster"
+    """Kubernetes service account, bound to the bucket by Workload Identity."""
+    supervisor_pool: str = "muster-cpu"
+    """Node pool of small CPU nodes (``cloud.google.com/gke-nodepool``) for the supervisor."""
+    supervisors: Literal[1, 2] = 2
+    """The second one stands by, on another node where there is one: a node that hangs is otherwise answered in ten
+    minutes."""
+    supervisor_priority: str | None = SUPERVISOR_PRIORITY
+    """PriorityClass of supervisors; None: the cluster's default."""
+    kueue: bool = True
+    """False: no queue; the JobSet starts at once (a cluster without Kueue)."""
+    network: Literal["auto", "annotations", "claims"] = "auto"
+    """Data NICs by annotations and Network objects, or by resource claims (DRANET); auto: the family's."""
+    nccl: Literal["node", "catalogue"] = "node"
+    """NCCL's environment: sourced from Google's script on the node, or the catalogue's values."""
+    hugging_face_secret: str = "muster-hugging-face"
+    """Secret with key ``token``; absent is allowed."""
+    network_prefix: str = "muster"
+    """First part of the names of VPCs and subnets."""
+    run_claim: str | None = None
+    """A ReadWriteMany volume claim (Filestore, NFS) for run folders, in place of a mounted bucket."""
+    nodes_in_quota: int | None = None
+    """Nodes that the cluster queue admits; default: what this run file asks for."""

@@ -8,18 +8,18 @@ from __future__ import annotations
 import json
 
 from muster.backends.gke.manifests import pods
-from muster.backends.gke.manifests.cluster_options import Options
 from muster.backends.gke.manifests.jobset import Manifest, jobset, run_objects
 from muster.backends.gke.manifests.kueue_objects import account_objects, queue_objects
-from muster.backends.gke.manifests.network_objects import network_objects
-from muster.backends.gke.manifests.placement import HOST, SUPERVISOR, Placement, mode_of, place, resolved
+from muster.backends.gke.manifests.placement import HOST, SUPERVISOR, Options, Placement, mode_of, place, resolved
 from muster.backends.gke.manifests.spec_rules import refuse
 from muster.backends.gke.manifests.yaml_text import dump
+from muster.catalog.gke import DataNetwork
 from muster.config.spec import RunSpec
 from muster.core.typed_json import JsonObject, children, text, texts, whole
 from muster.core.types import JobRequest, TaskSpec
 
 BACKEND = "gke"
+NETWORK_API = "networking.gke.io/v1"
 
 
 def render(spec: RunSpec, *, run_id: str, run_dir: str, options: Options | None = None) -> JobRequest:
@@ -63,3 +63,26 @@ def run_file_text(placement: Placement) -> str:
 def _task(role: JsonObject, env: dict[str, str] | None = None) -> TaskSpec:
     argv = texts(role, "template", "spec", "template", "spec", "containers", 0, "command")
     return TaskSpec(name=text(role, "name"), argv=tuple(argv), count=whole(role, "replicas"), env=env or {})
+
+
+def network_objects(placement: Placement) -> list[Manifest]:
+    """Empty where the family has no data network, or gets it by resource claims."""
+    if placement.claims or not placement.machine.gpus:
+        return []
+    prefix = placement.options.network_prefix
+    return [
+        manifest
+        for network in placement.machine.fabric.networks
+        for manifest in (_parameters(network, prefix), _network(network))
+    ]
+
+
+def _parameters(network: DataNetwork, prefix: str) -> Manifest:
+    spec = {"vpc": f"{prefix}-{network.vpc}", "vpcSubnet": f"{prefix}-{network.subnet}", "deviceMode": network.mode}
+    return {"apiVersion": NETWORK_API, "kind": "GKENetworkParamSet", "metadata": {"name": network.name}, "spec": spec}
+
+
+def _network(network: DataNetwork) -> Manifest:
+    reference = {"group": "networking.gke.io", "kind": "GKENetworkParamSet", "name": network.name}
+    spec: JsonObject = {"type": "Device", "parametersRef": reference}
+    return {"apiVersion": NETWORK_API, "kind": "Network", "metadata": {"name": network.name}, "spec": spec}

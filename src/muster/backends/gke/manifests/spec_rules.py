@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from muster.backends.bucket_paths import as_uri, is_bucket
-from muster.backends.gke.manifests.cluster_options import Options
-from muster.backends.gke.manifests.placement import SEVEN_DAYS_S, SPOT_POD_GRACE_S, Placement, place
+from muster.backends.gke.manifests.placement import SEVEN_DAYS_S, SPOT_POD_GRACE_S, Options, Placement, place
 from muster.backends.google.rules import (
     REGION,
     RESERVATION,

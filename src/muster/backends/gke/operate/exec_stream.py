@@ -18,8 +18,6 @@ Write = Callable[[bytes], object]
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """A container."""
-
     namespace: str
     pod: str
     container: str

@@ -12,7 +12,6 @@ from muster.backends.gke.kubernetes.api import Cluster
 from muster.backends.gke.manifests import kueue_configuration as kueue
 from muster.backends.gke.manifests.kueue_objects import API
 from muster.backends.gke.manifests.placement import HOST, LEAD_S, SUPERVISOR
-from muster.backends.gke.operate.queue_check import LABEL
 from muster.core.errors import AccessError, UsageError
 from muster.core.typed_json import JsonObject, child, children, text, texts
 
@@ -20,6 +19,7 @@ HINT = (
     f"in ConfigMap {kueue.NAMESPACE}/{kueue.CONFIG_MAP}: waitForPodsReady: {{timeout: 8760h, recoveryTimeout: 0s}}, "
     "then restart its Deployment; muster up does so on clusters that it made"
 )
+LABEL = "kueue.x-k8s.io/queue-name"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,3 +164,20 @@ def _queue(kind: str, name: str, namespace: str) -> JsonObject:
 
 def _object(api: str, kind: str, name: str) -> JsonObject:
     return {"apiVersion": api, "kind": kind, "metadata": {"name": name, "namespace": kueue.NAMESPACE}}
+
+
+def refuse_unknown_queue(cluster: Cluster, jobset: JsonObject) -> None:
+    """Before anything is created; nothing for a run without a queue, or a cluster that does not know Kueue's kinds.
+
+    Raises:
+        UsageError: no such queue; the hint names those that are there.
+    """
+    name, namespace = text(jobset, "metadata", "labels", LABEL), text(jobset, "metadata", "namespace")
+    queue: JsonObject = {"apiVersion": API, "kind": "LocalQueue", "metadata": {"name": name, "namespace": namespace}}
+    if not name or cluster.get(queue) is not None:
+        return
+    if not cluster.knows(queue):
+        return
+    there = sorted(text(queue, "metadata", "name") for queue in cluster.list(API, "localqueues", namespace=namespace))
+    hint = "muster up RUN.yaml makes it" + (f"; or resources.queue: {', '.join(there)}" if there else "")
+    raise UsageError(f"there is no queue {name!r} in namespace {namespace!r} of the cluster", hint=hint)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from muster.backends.gke.kubernetes.api import Cluster
-from muster.backends.gke.manifests.cluster_options import Options
-from muster.backends.gke.manifests.placement import HOST, SUPERVISOR, place
+from muster.backends.gke.manifests.placement import HOST, SUPERVISOR, Options, place
 from muster.backends.gke.manifests.pods import HOSTS_OF_JOB
 from muster.backends.gke.operate.exec_stream import Target
 from muster.backends.gke.provision.cluster_objects import connect

@@ -189,7 +189,6 @@ def _no_volume(node: str, message: str) -> Trouble:
 
 
 def hosts_that_run(pods: Sequence[Manifest]) -> int:
-    """How many pods of hosts run."""
     return sum(_role(pod) == "host" and _running(pod) for pod in pods)
 
 

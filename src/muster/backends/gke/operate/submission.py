@@ -13,18 +13,17 @@ from pathlib import Path
 
 from muster.backends import code_bundle
 from muster.backends.gke.kubernetes.api import Cluster
-from muster.backends.gke.manifests import monitoring
+from muster.backends.gke.manifests.jobset import MONITORING_API, MONITORING_KINDS, metrics_secret_name
 from muster.backends.gke.manifests.pods import secret_name
-from muster.backends.gke.operate.kueue_check import kueue_warnings
-from muster.backends.gke.operate.queue_check import refuse_unknown_queue
+from muster.backends.gke.operate.kueue_check import kueue_warnings, refuse_unknown_queue
 from muster.backends.gke.pod.continuation import API as JOBSET_API
 from muster.backends.gke.pod.continuation import INSTANCE
 from muster.backends.gke.pod.init_container import CODE
-from muster.backends.run_home import SUBMISSION
 from muster.config.spec import RunSpec
 from muster.core.errors import AccessError, ConflictError, UsageError
 from muster.core.typed_json import JsonObject, at, changed, child, children, text, texts
 from muster.core.types import JobRequest
+from muster.storage.job_record import SUBMISSION
 from muster.transport.secure_session import token_for_pages
 
 ANNOTATION = "muster/submission"
@@ -90,7 +89,7 @@ class Submission:
             raise UsageError(f"the value of secrets.{min(missing)} is not here", hint="submit the run file again")
         rest = [self._secret(secret_name(name), **values)] if self.spec.secrets else []
         if self.spec.metrics.port is not None:
-            rest.append(self._secret(monitoring.secret_name(name), token=token_for_pages(token.encode())))
+            rest.append(self._secret(metrics_secret_name(name), token=token_for_pages(token.encode())))
         rest += self.documents
         # Keyed: a digest of secrets in the open would let them be guessed.
         digest = hmac.digest(token.encode(), json.dumps([self.number, rest], sort_keys=True).encode(), "sha256").hex()
@@ -123,8 +122,8 @@ class Submission:
 
     def _without_unknown_monitoring(self, cluster: Cluster) -> None:
         """The page is served all the same; another collector may scrape it."""
-        if any(text(row, "kind") == "PodMonitoring" for row in self.documents) and not cluster.serves(monitoring.API):
-            kinds = [kind for _, kind, _ in monitoring.KINDS]
+        if any(text(row, "kind") == "PodMonitoring" for row in self.documents) and not cluster.serves(MONITORING_API):
+            kinds = [kind for _, kind, _ in MONITORING_KINDS]
             self.documents = [row for row in self.documents if text(row, "kind") not in kinds]
             self.warnings.append("the cluster has no managed collection (PodMonitoring): nothing scrapes the run")
 

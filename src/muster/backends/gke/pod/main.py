@@ -15,18 +15,18 @@ Run as ``python -m muster.backends.gke.pod.main ROLE --run-dir DIR [--host NAME]
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from muster.backends.gke.kubernetes.api import Cluster
-from muster.backends.gke.pod.continuation import AllocationsUsedUp, JobSetGone
-from muster.backends.gke.pod.own_jobset import OwnJobSet
-from muster.backends.gke.pod.own_node import place_of_node
+from muster.backends.gke.pod.continuation import API, AllocationsUsedUp, JobSetGone
 from muster.backends.google.http import Unreachable
 from muster.backends.host.loop import HostProgram
 from muster.backends.host.place import Place, Program, Service
@@ -49,6 +49,7 @@ from muster.backends.log_forwarder import LogForwarder
 from muster.core import environment, processes
 from muster.core.clock import SystemClock
 from muster.core.errors import BusyError, MusterError
+from muster.core.typed_json import JsonObject, at, child, children, text
 from muster.storage.store.patient import start_thread
 
 BACK_END_FAULT = 6
@@ -64,6 +65,11 @@ SHORTEST_RUN_S = 60.0
 """A run whose allocation is younger than this would be requeued forever without a step."""
 
 HOST = Rules(reads_end=False, leaves_on_notice=True, moves=True, released_host_ends=True)
+#: A sub-block is a group of hosts with their switches within one rack (Compute Engine, "VM topology").
+LABELS = {
+    "MUSTER_BLOCK": "cloud.google.com/gce-topology-block",
+    "MUSTER_RACK": "cloud.google.com/gce-topology-subblock",
+}
 
 
 def supervisor_rules(*, reads_end: bool, grace_s: float) -> Rules:
@@ -221,6 +227,89 @@ def _requeue(which: str, at_most: int) -> str:
 
     namespace, _, name = which.partition("/")
     return queue_continuation(_own_cluster(), namespace, name, at_most=at_most)
+
+
+def place_of_node(node: str, connect: Callable[[], Cluster], timeout_s: float) -> dict[str, str]:
+    """``MUSTER_BLOCK`` and ``MUSTER_RACK``, as far as the node has such labels and its account may read them; waits no
+    longer than ``timeout_s``, and says on stderr why there is no answer."""
+    found: dict[str, str] = {}
+    failed = [f"no answer within {timeout_s:g} s"]
+
+    def ask() -> None:
+        try:
+            held = connect().get({"apiVersion": "v1", "kind": "Node", "metadata": {"name": node}})
+            labels: JsonObject = child(held or {}, "metadata", "labels")
+            found.update({name: value for name, label in LABELS.items() if (value := text(labels, label))})
+            failed.clear()
+        except (MusterError, OSError) as error:
+            failed[:] = [str(error)]
+
+    thread = threading.Thread(target=ask, name="own-node", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if failed:
+        print(f"the labels of node {node} are not known, so copies may stay in its rack: {failed[0]}", file=sys.stderr)
+        return {}
+    return dict(found)
+
+
+@dataclass(kw_only=True)
+class OwnJobSet:
+    """Named ``NAMESPACE/NAME``."""
+
+    which: str
+    connect: Callable[[], Cluster]
+    _cluster: Cluster | None = field(default=None)
+
+    def goes(self, timeout_s: float) -> bool | None:
+        """Whether all of its pods are taken away (the queue evicts it, or it was deleted); None: no answer."""
+        answer = self._look(timeout_s)
+        return None if answer is None else all_pods_go(answer[0])
+
+    def age_s(self, timeout_s: float, now: datetime.datetime) -> float | None:
+        """Seconds since it was allowed to run; None: no answer."""
+        answer = self._look(timeout_s)
+        since = runs_since(answer[0]) if answer is not None else None
+        return None if since is None else (now - since).total_seconds()
+
+    def _look(self, timeout_s: float) -> tuple[JsonObject | None] | None:
+        """(the object or None where it is gone); None: no answer in time."""
+        answers: list[tuple[JsonObject | None]] = []
+
+        def ask() -> None:
+            namespace, _, name = self.which.partition("/")
+            with contextlib.suppress(MusterError, OSError):
+                self._cluster = self._cluster or self.connect()
+                metadata: JsonObject = {"name": name, "namespace": namespace}
+                answers.append((self._cluster.get({"apiVersion": API, "kind": "JobSet", "metadata": metadata}),))
+
+        thread = threading.Thread(target=ask, name="own-jobset", daemon=True)
+        thread.start()
+        thread.join(timeout_s)
+        return answers[0] if answers else None
+
+
+def all_pods_go(jobset: JsonObject | None) -> bool:
+    """Absent, being deleted, or suspended."""
+    if jobset is None or text(jobset, "metadata", "deletionTimestamp"):
+        return True
+    return at(jobset, "spec", "suspend") is True
+
+
+def runs_since(jobset: JsonObject | None) -> datetime.datetime | None:
+    """When it was last resumed, else made: an allocation counts from before that."""
+    if jobset is None:
+        return None
+    resumed = [
+        text(row, "lastTransitionTime")
+        for row in children(child(jobset, "status"), "conditions")
+        if (text(row, "type"), text(row, "status")) == ("Suspended", "False")
+    ]
+    found = next(iter(resumed), "") or text(jobset, "metadata", "creationTimestamp")
+    try:
+        return datetime.datetime.fromisoformat(found.replace("Z", "+00:00"))
+    except ValueError:
+        return None
 
 
 if __name__ == "__main__":

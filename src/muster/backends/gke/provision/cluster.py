@@ -7,16 +7,22 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from muster.backends.cluster import Down, Image, Progress, Said, silent
-from muster.backends.gke.manifests.cluster_options import Options
-from muster.backends.gke.manifests.placement import place
-from muster.backends.gke.provision import pinned_manifests
+from muster.backends.gke.manifests.placement import Options, place
 from muster.backends.gke.provision.access import preflight
-from muster.backends.gke.provision.advice import capacity_advice
-from muster.backends.gke.provision.build import Build
-from muster.backends.gke.provision.image import context, doubts, parts, tag
+from muster.backends.gke.provision.image import Build, context, doubts, parts, tag
 from muster.backends.gke.provision.inventory.resource_names import Site, site, today
-from muster.backends.gke.provision.quota import quotas
-from muster.backends.gke.provision.software import hashes, parsed, software, unpinned
+from muster.backends.gke.provision.quota import capacity_advice, quotas
+from muster.backends.gke.provision.software import (
+    Fetch,
+    at_hand,
+    fetch_missing,
+    hashes,
+    parsed,
+    pin,
+    pins,
+    software,
+    unpinned,
+)
 from muster.backends.gke.provision.up import down, requests, up_first
 from muster.backends.google.http import Call, GoogleHttp, Http
 from muster.backends.google.session import Session
@@ -34,7 +40,7 @@ class GkeCluster:
     sites: tuple[Site, ...]
     http: Http = field(default_factory=lambda: GoogleHttp())
     clock: Clock = field(default_factory=SystemClock)
-    fetch: pinned_manifests.Fetch | None = None
+    fetch: Fetch | None = None
 
     @property
     def project(self) -> str:
@@ -45,8 +51,8 @@ class GkeCluster:
 
     def dry_run(self, manifests: Path | None) -> tuple[list[Call], list[str]]:
         where = self.sites[0]
-        texts = pinned_manifests.at_hand(where, manifests)
-        missing = unpinned(where, texts, pinned_manifests.pins())
+        texts = at_hand(where, manifests)
+        missing = unpinned(where, texts, pins())
         return requests(where, parsed(where, texts)), [
             f"{document.sentence()}: not pinned by hash" for document in missing
         ]
@@ -62,17 +68,17 @@ class GkeCluster:
     def pin(self, manifests: Path | None) -> tuple[Mapping[str, str], Path]:
         where = self.sites[0]
         if manifests is None:
-            pinned_manifests.fetch_missing(where, self.fetch)
-        digests = hashes(where, pinned_manifests.at_hand(where, manifests))
-        return digests, pinned_manifests.pin(digests, day=today(SystemClock()))
+            fetch_missing(where, self.fetch)
+        digests = hashes(where, at_hand(where, manifests))
+        return digests, pin(digests, day=today(SystemClock()))
 
     def up(self, manifests: Path | None, *, token: str | None = None, progress: Progress = silent) -> Lease:
         first = self.sites[0]
         if manifests is None:
-            for line in pinned_manifests.fetch_missing(first, self.fetch):
+            for line in fetch_missing(first, self.fetch):
                 progress(Said(text=line))
-        texts, pins = pinned_manifests.at_hand(first, manifests), pinned_manifests.pins()
-        software(first, texts, pins=pins)
+        texts, pinned = at_hand(first, manifests), pins()
+        software(first, texts, pins=pinned)
         session = self.session()
         preflight(first, session)
         for where, advice in zip(self.sites, capacity_advice(self.sites, session), strict=True):
@@ -80,7 +86,7 @@ class GkeCluster:
             for need in quotas(where, session):
                 if need.what == "GPUs" or need.short:
                     progress(Said(text=f"capacity: {need.sentence()}"))
-        where, lease = up_first(self.sites, session, texts, pins=pins, token=token, progress=progress)
+        where, lease = up_first(self.sites, session, texts, pins=pinned, token=token, progress=progress)
         return replace(lease, labels={**lease.labels, "zone": where.zone})
 
     def down(self, *, keep_data: bool = False, progress: Progress = silent) -> Down:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from muster.backends.gke.kubernetes.api import Cluster
-from muster.backends.gke.kubernetes.kind import root_of
+from muster.backends.gke.kubernetes.connection import root_of
 from muster.backends.gke.manifests.kueue_objects import keeping_quota
 from muster.backends.gke.provision.inventory.resource_names import Site
 from muster.backends.google.http import Call

@@ -10,7 +10,7 @@ refusal.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from muster.backends.gke.manifests.placement import Placement
@@ -31,6 +31,7 @@ EVERYWHERE = "all regions"
 COUNTED = {"networks": "NETWORKS", "subnetworks": "SUBNETWORKS", "firewalls": "FIREWALLS", "routers": "ROUTERS"}
 """Kind of thing that ``up`` makes -> the quota of the whole project, or of the region (routers)."""
 BOOT_DISK = {"pd-balanced": ("SSD_TOTAL_GB",), "hyperdisk-balanced": ("HDB_TOTAL_GB", "HYPERDISK_BALANCED_TOTAL_GB")}
+MODELS = {"spot": "SPOT", "flex_start": "FLEX_START", "flex_start_queued": "FLEX_START"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +116,6 @@ def quotas(site: Site, session: Session, lacking: Collection[str] = ()) -> list[
 
 
 def quota_calls(site: Site) -> list[Call]:
-    """The questions."""
     return [call for call in (_gpu_call(site), _ssd_call(site)) if call is not None] + _tables(site)
 
 
@@ -271,3 +271,51 @@ def _limit(body: JsonObject, region: str, family: dict[str, str], *, exact: bool
             if best is None or len(dimensions) > best[0]:
                 best = (len(dimensions), whole(bucket, "effectiveLimit"))
     return best[1] if best else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """One place. The score is coarse (0.1, 0.5, 0.9 were seen) and is no promise."""
+
+    zone: str
+    mode: str
+    obtainability: float | None
+    note: str = ""
+    """Why there is no score, or for Spot how long most machines live."""
+
+    def sentence(self) -> str:
+        score = "no score" if self.obtainability is None else f"obtainability {self.obtainability:g}"
+        return f"{self.zone} {self.mode}: {score}" + (f" ({self.note})" if self.note else "")
+
+
+def capacity_advice(sites: Sequence[Site], session: Session) -> list[Advice]:
+    """Ask for each place, in order; a refusal is a note, because advice is not needed to go on."""
+    return [_one(site, session) for site in sites]
+
+
+def advice_call(site: Site) -> Call:
+    """The question: all hosts of the run in that one zone."""
+    placement = site.placement
+    body: JsonObject = {
+        "size": placement.hosts,
+        "distributionPolicy": {"targetShape": "ANY_SINGLE_ZONE", "zones": [{"zone": f"zones/{site.zone}"}]},
+        "instanceFlexibilityPolicy": {"instanceSelections": {"hosts": {"machineTypes": [placement.machine.name]}}},
+        "instanceProperties": {"scheduling": {"provisioningModel": MODELS[placement.mode]}},
+    }
+    return Call(method="POST", url=f"{site.compute}/regions/{site.region}/advice/capacity", body=body)
+
+
+def _one(site: Site, session: Session) -> Advice:
+    mode = site.placement.mode
+    if mode not in MODELS or not site.placement.machine.gpus:
+        return Advice(zone=site.zone, mode=mode, obtainability=None, note="Google advises on Spot and flex-start alone")
+    reply = session.send(advice_call(site))
+    if reply.status >= 300:
+        return Advice(zone=site.zone, mode=mode, obtainability=None, note=reply.message)
+    for row in children(reply.body, "recommendations"):
+        scores = child(row, "scores")
+        if "obtainability" in scores:
+            uptime = text(scores, "estimatedUptime")
+            note = f"most machines live {uptime}" if uptime else ""
+            return Advice(zone=site.zone, mode=mode, obtainability=float(text(scores, "obtainability")), note=note)
+    return Advice(zone=site.zone, mode=mode, obtainability=None, note="the answer had none")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import base64
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from muster.backends.cluster import Began, Down, Leftover, Planned, Progress, Said, silent
 from muster.backends.gke.manifests.kueue_objects import account_objects, queue_objects
-from muster.backends.gke.manifests.network_objects import network_objects
+from muster.backends.gke.manifests.render import network_objects
 from muster.backends.gke.provision.access import check_zone, preflight, preflight_calls, services
 from muster.backends.gke.provision.cluster_objects import Objects
 from muster.backends.gke.provision.inventory.accounts import (
@@ -22,15 +22,14 @@ from muster.backends.gke.provision.inventory.accounts import (
 )
 from muster.backends.gke.provision.inventory.clusters import clusters
 from muster.backends.gke.provision.inventory.resource_names import Site
-from muster.backends.gke.provision.inventory.storage import Binding, storage
 from muster.backends.gke.provision.quota import check_quotas, quota_calls
 from muster.backends.gke.provision.software import Manifest, Software, software
 from muster.backends.google.http import Call
-from muster.backends.google.project.buckets import Bucket
+from muster.backends.google.project.buckets import Bucket, bucket
 from muster.backends.google.project.networks import networks
-from muster.backends.google.project.policies import of_project
+from muster.backends.google.project.policies import PROJECTS, Grant, of_bucket, of_project
 from muster.backends.google.project.reconcile import ensure, remove, survey
-from muster.backends.google.project.resources import LABEL, MARK, NeedGone, Resource, last_word
+from muster.backends.google.project.resources import LABEL, MARK, NeedGone, Resource, RestResource, last_word
 from muster.backends.google.session import Session, twice
 from muster.backends.machine_prices import machine_usd_per_hour
 from muster.backends.protocols import Lease
@@ -40,6 +39,10 @@ from muster.core.typed_json import JsonObject, child, children, text, texts, who
 
 SHARED_BY_REGIONS = ("networks/", "firewalls/", "buckets/", "serviceAccounts/", "grants/")
 """Of several places they go last."""
+BILLING = ("clusters", "disks", "instances", "addresses", "routers", "buckets", "repositories")
+"""Kinds that cost money while they exist; networks, subnets, firewall rules and empty groups do not."""
+DAYS_A_MONTH = 730 / 24
+ROLE = "roles/storage.objectUser"
 
 
 def resources(site: Site, installed: Software | None) -> list[Resource]:
@@ -324,11 +327,6 @@ def _secret(site: Site, token: str) -> Manifest:
 # What of ours still exists in the project after ``down``: by label, by our mark, and by the cluster's own label
 
 
-BILLING = ("clusters", "disks", "instances", "addresses", "routers", "buckets", "repositories")
-"""Kinds that cost money while they exist; networks, subnets, firewall rules and empty groups do not."""
-DAYS_A_MONTH = 730 / 24
-
-
 def audit(site: Site, session: Session, *, kept: set[str]) -> list[Leftover]:
     """Everything of ours that a list of the project shows; asks the services, changes nothing. ``kept``: keys of what
     stays on purpose."""
@@ -435,3 +433,50 @@ def _pages(session: Session, url: str, field: str) -> Iterator[JsonObject]:
         token = str(reply.body.get("nextPageToken", ""))
         if not token:
             return
+
+
+def storage(site: Site) -> list[Resource]:
+    """Every bucket of the run file with its binding, and a repository for images."""
+    result: list[Resource] = [_repository(site)]
+    for name in site.buckets:
+        # The workload pool comes into being with the first cluster of the project that has one.
+        needs = (f"buckets/{name}", f"clusters/{site.cluster}")
+        binding = Binding(key=f"bindings/{name}", needs=needs, policy=of_bucket(name), role=ROLE, site=site)
+        result += [bucket(site.project, site.region, name), binding]
+    return result
+
+
+def _repository(site: Site) -> RestResource:
+    folder = f"https://artifactregistry.googleapis.com/v1/projects/{site.project}/locations/{site.region}"
+    body: JsonObject = {"format": "DOCKER", "description": "made by muster", "labels": LABEL}
+    return RestResource(
+        key=f"repositories/{site.prefix}",
+        url=f"{folder}/repositories/{site.prefix}",
+        create=Call(method="POST", url=f"{folder}/repositories?repositoryId={site.prefix}", body=body),
+        owner=("labels", "managed-by"),
+        compared={"format": "DOCKER"},
+        needs=("services",),
+        operations=f"{folder}/operations",
+        bills="the bytes of its images",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Binding(Grant):
+    """The pods' identity may read and write the bucket's objects: by principal, no Google service account."""
+
+    site: Site
+
+    def member(self, session: Session) -> str:
+        url = f"{PROJECTS}/{self.site.project}"
+        return principal(self.site, str(session.ok(Call(method="GET", url=url)).body["projectNumber"]))
+
+    def shown_member(self) -> str:
+        return principal(self.site, "PROJECT_NUMBER")
+
+
+def principal(site: Site, project_number: str) -> str:
+    """The Kubernetes service account as IAM names it (Workload Identity Federation)."""
+    pool = f"projects/{project_number}/locations/global/workloadIdentityPools/{site.project}.svc.id.goog"
+    options = site.placement.options
+    return f"principal://iam.googleapis.com/{pool}/subject/ns/{options.namespace}/sa/{options.service_account}"

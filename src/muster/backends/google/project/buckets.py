@@ -49,7 +49,6 @@ class Bucket(RestResource):
             ) from error
 
     def remove(self, session: Session) -> None:
-        """Empty it and remove it."""
         while rows := self._rows(session, f"{self.url}/o?versions=true"):
             for row in rows:
                 name = urllib.parse.quote(text(row, "name"), safe="")

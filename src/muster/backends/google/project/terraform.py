@@ -48,8 +48,6 @@ IMPORTS = """\
 
 @dataclass(frozen=True)
 class Made:
-    """One of Terraform's resources."""
-
     type: str
     collection: str
     name: str

@@ -16,8 +16,6 @@ PASSES_MOST, PASSES_LEAST, PASSES_TIME = "PartitionMaxNodes", "PartitionMinNodes
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What a run asks of Slurm."""
-
     partition: str | None
     nodes: int
     gpus: int

@@ -21,8 +21,6 @@ LOOK_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class HostRecord(Record):
-    """What one host says of itself."""
-
     index: Count
     host: Name
     """With this start's own mark: ``host-2-k3f9a``."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from muster.backends.gke.provision.inventory.resource_names import Site
 from muster.backends.google.http import Call
-from muster.backends.google.project.accounts import account_grant, service_account
+from muster.backends.google.project.access import account_grant, service_account
 from muster.backends.google.project.policies import (
     IMAGES,
     of_bucket,

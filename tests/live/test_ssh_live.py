@@ -186,17 +186,20 @@ def test_down_leaves_nothing(hosts: SshHosts, user: User, run: Run) -> None:
 
 
 @pytest.mark.soak
-def test_a_home_in_a_shared_folder_outlives_a_host(hosts: SshHosts, user: User) -> None:
-    """Another host's supervisor takes over by itself; the home is read through that host from then on."""
+@pytest.mark.parametrize("kind", ["folder", "bucket"])
+def test_a_home_elsewhere_outlives_a_host(hosts: SshHosts, user: User, kind: str) -> None:
+    """Another host's supervisor takes over by itself; a folder is read through that host from then on."""
+    home = str(hosts.dir / "shared" / "run") if kind == "folder" else "gs://bucket/run"
     (user.home / "up.yaml").write_text(json.dumps(spec("up", *hosts.names)))
     user.muster("up", "up.yaml")
-    found = Run(user, hosts, spec("shared", *hosts.names, run_dir=str(hosts.dir / "shared" / "run")))
+    found = Run(user, hosts, spec(kind, *hosts.names, run_dir=home))
     found.wait_for_steps(3)
     hosts.kill_processes("gpu1")
     hosts.cut("gpu1")
     found.wait_for(lambda: found.trains_on() == {"gpu2", "gpu3"}, "attempt under another supervisor")
     found.wait_for_steps(3)
-    assert "is read through gpu2" in user.muster("recover", found.id, "--from", "gpu2").stderr
+    if kind == "folder":
+        assert "is read through gpu2" in user.muster("recover", found.id, "--from", "gpu2").stderr
     assert ": stopped: " in user.muster("stop", found.id).stderr
     hosts.heal("gpu1")
     hosts.boot("gpu1")

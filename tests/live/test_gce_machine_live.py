@@ -47,7 +47,7 @@ def submitted(place, request):
 
 
 def host_body(made):
-    (bulk,) = requests.hosts(made, "us-central1-a", turn=1)
+    (bulk,) = requests.hosts(made, "us-central1-a", request_number=1)
     return bulk.body["instanceProperties"]
 
 

@@ -36,7 +36,7 @@ class RunOfHosts:
         for key in ("service_account", "supervisor_service_account"):
             cloud.store[f"iam/{key}/serviceAccounts/{getattr(placement.spec.gce, key)}"] = {}
         for zone in placement.zones:
-            for request in requests.hosts(placement, zone, turn=1):
+            for request in requests.hosts(placement, zone, request_number=1):
                 inner: Any = request.body.get("instanceProperties") or request.body.get("properties") or {}
                 for nic in inner.get("networkInterfaces", []):
                     name = nic["subnetwork"].rpartition("/")[2]

@@ -56,7 +56,7 @@ class Google:
 
     def network_for(self, of):
         for zone in of.placement.zones:
-            for request in requests.hosts(of.placement, zone, turn=1):
+            for request in requests.hosts(of.placement, zone, request_number=1):
                 inner = request.body.get("instanceProperties") or request.body.get("properties") or {}
                 for nic in inner.get("networkInterfaces", []):
                     self.cloud.store[f"compute/v1/{nic['subnetwork']}"] = {"name": nic["subnetwork"].split("/")[-1]}

@@ -82,7 +82,7 @@ def test_what_hosts_are_asked_for_names_what_is_made(finished):
     of, google = finished
     placement = place(of, run_id="llama", run_dir=None)
     for zone in placement.zones:
-        for request in requests.hosts(placement, zone, turn=1):
+        for request in requests.hosts(placement, zone, request_number=1):
             inner = request.body.get("instanceProperties") or request.body.get("properties") or {}
             for nic in inner.get("networkInterfaces", []):
                 assert f"compute/v1/{nic['subnetwork']}" in google.store

@@ -60,7 +60,7 @@ def test_google_knows_every_field(name, api):
 
 
 def test_the_check_refuses_what_google_would(api):
-    (bulk,) = requests.hosts(CASES["a3-mega-spot"], "us-central1-a", turn=1)
+    (bulk,) = requests.hosts(CASES["a3-mega-spot"], "us-central1-a", request_number=1)
     good = json.dumps(bulk.body)
     for old, new in (
         ('"count": "2"', '"count": 2'),
@@ -77,7 +77,7 @@ def properties(case):
     """What hosts have in common, for each zone."""
     found = []
     for turn, zone in enumerate(case.zones, start=1):
-        for request in requests.hosts(case, zone, turn=turn):
+        for request in requests.hosts(case, zone, request_number=turn):
             if inner := request.body.get("instanceProperties") or request.body.get("properties"):
                 found.append(inner)
     assert len(found) == len(case.zones)
@@ -103,12 +103,12 @@ def test_nobodys_reservation_is_used_up_and_nothing_stays_that_was_stopped():
 def test_each_mode_asks_as_it_has_to():
     spot = properties(CASES["a3-mega-spot"])[0]["scheduling"]
     assert spot["automaticRestart"] is False and spot["preemptionNoticeDuration"] == {"seconds": "120"}
-    flex = requests.hosts(CASES["a4-flex"], "us-central1-a", turn=1)
+    flex = requests.hosts(CASES["a4-flex"], "us-central1-a", request_number=1)
     policy, template, group, resize = (one.body for one in flex)
     assert policy["workloadPolicy"] == {"type": "HIGH_THROUGHPUT"} and "resourcePolicies" not in template["properties"]
     assert group["targetSize"] == 0 and group["instanceLifecyclePolicy"]["defaultActionOnFailure"] == "DO_NOTHING"
     assert resize["resizeBy"] == 2 and resize["requestedRunDuration"] == {"seconds": "604800"}
-    compact, bulk = requests.hosts(CASES["a2-compact"], "us-central1-a", turn=1)
+    compact, bulk = requests.hosts(CASES["a2-compact"], "us-central1-a", request_number=1)
     assert compact.body["groupPlacementPolicy"] == {"collocation": "COLLOCATED"}
     assert bulk.body["instanceProperties"]["resourcePolicies"] == [compact.body["name"]]
     assert (bulk.body["count"], bulk.body["minCount"]) == ("5", "3")
@@ -119,7 +119,7 @@ def test_each_mode_asks_as_it_has_to():
 
 
 def test_slices_of_tpus_are_groups_that_come_whole_and_are_wired():
-    template, *rest = requests.hosts(CASES["tpu-v5p-flex-two-slices"], "us-central1-a", turn=1)
+    template, *rest = requests.hosts(CASES["tpu-v5p-flex-two-slices"], "us-central1-a", request_number=1)
     assert template.body["properties"]["scheduling"]["maxRunDuration"] == {"seconds": "45000"}, "12 hours and the lead"
     for number, (policy, group) in enumerate(zip(rest[::2], rest[1::2], strict=True)):
         assert policy.body["workloadPolicy"] == {"type": "HIGH_THROUGHPUT", "acceleratorTopology": "2x2x2"}
@@ -128,12 +128,12 @@ def test_slices_of_tpus_are_groups_that_come_whole_and_are_wired():
         assert (group.body["targetSize"], group.body["targetSizePolicy"]) == (2, {"mode": "BULK"})
         assert group.body["instanceLifecyclePolicy"]["defaultActionOnFailure"] == "DO_NOTHING"
     assert len(rest) == 4
-    _, policy, group = requests.hosts(CASES["tpu-v6e-spot"], "us-central1-a", turn=1)
+    _, policy, group = requests.hosts(CASES["tpu-v6e-spot"], "us-central1-a", request_number=1)
     assert policy.body["workloadPolicy"]["acceleratorTopology"] == "4x4"
     assert group.body["targetSize"] == 4 and "targetSizePolicy" not in group.body, "bulk is not for Spot"
-    _, single = requests.hosts(CASES["tpu-v6e-one-host"], "us-central1-a", turn=1)
+    _, single = requests.hosts(CASES["tpu-v6e-one-host"], "us-central1-a", request_number=1)
     assert single.body["targetSize"] == 1 and "resourcePolicies" not in single.body
-    reserved, _, group = requests.hosts(CASES["tpu-v6e-reservation"], "us-central1-a", turn=1)
+    reserved, _, group = requests.hosts(CASES["tpu-v6e-reservation"], "us-central1-a", request_number=1)
     assert reserved.body["properties"]["scheduling"]["provisioningModel"] == "RESERVATION_BOUND"
     assert group.body["targetSizePolicy"] == {"mode": "BULK"}
 
@@ -181,12 +181,12 @@ def test_the_same_request_has_the_same_names_and_id_and_another_turn_has_others(
     case = CASES["a3-mega-spot"]
 
     def asked(turn):
-        (bulk,) = requests.hosts(case, "us-central1-a", turn=turn)
+        (bulk,) = requests.hosts(case, "us-central1-a", request_number=turn)
         return bulk.url, tuple(bulk.body["perInstanceProperties"])
 
     assert asked(1) == asked(1)
     assert not set(asked(1)[1]) & set(asked(2)[1]) and asked(1)[0] != asked(2)[0]
-    (replacement,) = requests.hosts(case, "us-central1-a", turn=3, count=1)
+    (replacement,) = requests.hosts(case, "us-central1-a", request_number=3, count=1)
     assert list(replacement.body["perInstanceProperties"]) == [f"{RUN_ID}-3-0"]
     assert (replacement.body["count"], replacement.body["minCount"]) == ("1", "1")
 
@@ -218,7 +218,7 @@ def test_the_unkind_service_takes_them(name, api):
         user.cloud.store[f"iam/{key}/serviceAccounts/{getattr(case.spec.gce, key)}"] = {}
     for subnet in subnets:
         user.cloud.store[f"compute/v1/{subnet}"] = {"name": subnet.rpartition("/")[2]}
-    for request in [requests.supervisor(case, zone), *requests.hosts(case, zone, turn=1)]:
+    for request in [requests.supervisor(case, zone), *requests.hosts(case, zone, request_number=1)]:
         path = request.url.partition("/projects/example-project/")[2]
         reply = user.call("POST", path, request.body)
         assert reply.status == 200, f"{request.what}: {reply.message}"

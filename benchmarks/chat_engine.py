@@ -101,9 +101,7 @@ def with_marks(folder: Path, template: ChatTemplate) -> None:
 
     path = str(folder / "tokenizer.json")
     tokenizer = Tokenizer.from_file(path)
-    marks = sorted(
-        {*re.findall(r"<[|｜][^<>\n']{1,40}[|｜]>|<(?:start|end)_of_turn>|\[/?[A-Z_]{4,}\]", template.text)}
-    )
+    marks = sorted({*re.findall(r"<[|｜][^<>\n']{1,40}[|｜]>|<(?:start|end)_of_turn>|\[/?[A-Z_]{4,}\]", template.text)})
     tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
     tokenizer.save(path)
 

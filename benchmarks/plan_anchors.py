@@ -1,6 +1,7 @@
-"""The time model against published runs, as the table of docs/explanation/plan.md: one efficiency per stack, fitted on some rows
-and checked on the others; then, with the constants that ship and nothing fitted, the runs with tensor or pipeline
-parallel and those that the model had never seen; and, unfitted too, published runs on TPUs (the table of docs/how-to/tpu.md).
+"""The time model against published runs, as the table of docs/explanation/plan.md: one efficiency per stack, fitted on
+some rows and checked on the others; then, with the constants that ship and nothing fitted, the runs with tensor or
+pipeline parallel and those that the model had never seen; and, unfitted too, published runs on TPUs (the table of
+docs/how-to/tpu.md).
 
 python benchmarks/plan_anchors.py
 """

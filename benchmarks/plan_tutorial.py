@@ -1,6 +1,7 @@
 """The published 70B run on 16 B200 (14.5 s and $0.52 a step), explained by the time model, and what would beat it.
 
-The model's one constant is fitted to that run's step; everything else follows. Prints the table of docs/explanation/plan.md.
+The model's one constant is fitted to that run's step; everything else follows. Prints the table of
+docs/explanation/plan.md.
 
     python benchmarks/plan_tutorial.py
 """

@@ -69,7 +69,7 @@ def what_people_write(folder: Path) -> Iterator[Target]:
     yield Target(
         name="a capacity trace",
         samples=(trace,),
-        read=lambda data: scenario.read(_file(folder / "trace.json", data)),
+        read=lambda data: scenario.read_trace(_file(folder / "trace.json", data)),
         raises=(UsageError,),
     )
     config = (

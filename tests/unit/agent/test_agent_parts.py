@@ -16,7 +16,7 @@ from muster.agent.values import actions, events, rank, state
 
 ROOM = Path(muster.agent.__file__).parent
 DECIDE = (
-    "decide.py", "link.py", "notice.py", "unsupervised.py", "programs/fork_server.py", "programs/preparation.py",
+    "decide.py", "link.py", "unsupervised.py", "programs/fork_server.py", "programs/preparation.py",
     "programs/replicator_child.py", "programs/trackers.py", "ranks/attempts.py", "ranks/exits.py", "ranks/hangs.py",
     "ranks/standbys.py", "evidence/gathering.py", "hardware/kernel_lines.py", "hardware/usage.py", "values/actions.py",
     "values/events.py", "values/kernel_faults.py", "values/rank.py", "values/state.py",
@@ -43,7 +43,7 @@ def test_every_decision_is_looked_at() -> None:
     edge = {"host_agent.py", "watchdog.py", "heartbeat.py", "preemption_watcher.py", "values/host_identity.py"}
     edge |= {"ranks/processes.py", "ranks/setup_program.py", "ranks/rank_environment.py", "hardware/kernel_log.py"}
     edge |= {"hardware/host_check.py"}  # it asks for the machine's name
-    edge |= {f"evidence/{name}.py" for name in ("assemble", "counters", "proc", "ras_query")}
+    edge |= {f"evidence/{name}.py" for name in ("assemble", "ras_query")}
     names = {str(path.relative_to(ROOM)) for path in ROOM.rglob("*.py") if path.name != "__init__.py"}
     names = {name for name in names if not name.startswith(("edge/", "replicator/"))}
     assert names == edge | set(DECIDE)

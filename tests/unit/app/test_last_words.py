@@ -88,7 +88,8 @@ def intent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Intent:
     monkeypatch.setattr(submit, "start", lambda intent, request: SimpleNamespace(warnings=()))
     (tmp_path / "logs").mkdir()
     run = SimpleNamespace(path=tmp_path, logs=tmp_path / "logs")
-    return cast("Intent", SimpleNamespace(run=run, request=Request(), launcher=None))
+    spec = SimpleNamespace(resources=SimpleNamespace(on_gpus=False))
+    return cast("Intent", SimpleNamespace(run=run, request=Request(), launcher=None, spec=spec))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

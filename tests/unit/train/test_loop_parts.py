@@ -373,6 +373,7 @@ def test_a_step_asks_every_rank_whether_a_copy_is_pending_before_it_sums() -> No
     run = SimpleNamespace(
         spec=SimpleNamespace(training=SimpleNamespace(seed=1, loss_chunk_tokens=0, optimizer=None)),
         mixture=None,
+        begin_objective=lambda work: None,
         meet_replicas=lambda after: None,
         reducer=SimpleNamespace(begin=lambda **_: None, finish=lambda: said.append("finish") or 1 / 0),
         consensus=SimpleNamespace(start=lambda **words: said.append(words)),

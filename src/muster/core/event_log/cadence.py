@@ -14,7 +14,7 @@ STATUS_S = 30.0
 STATUS_LEAST_S = 2.0
 #: Each host copies the lease this often, in seconds, while it is connected and while it looks for a supervisor.
 LEASE_COPY_S = 3.0
-LEASE_COPY_LONELY_S = 1.0
+LEASE_COPY_SEEKING_S = 1.0
 #: The supervisor reads what other writers uploaded this often, in seconds.
 MIRROR_S = 600.0
 #: The holder renews the lease this often, in seconds.

@@ -20,7 +20,7 @@ from muster.core import event_log
 from muster.core.clock import SystemClock
 from muster.core.errors import ConflictError, MusterError, UsageError
 from muster.core.event_log import EventLog
-from muster.core.event_log.cadence import LEASE_COPY_LONELY_S, LEASE_COPY_S, LOGS_S, MIRROR_S, SEAL_S
+from muster.core.event_log.cadence import LEASE_COPY_S, LEASE_COPY_SEEKING_S, LOGS_S, MIRROR_S, SEAL_S
 from muster.core.event_log.names import parts_pattern
 from muster.core.protocols import Clock, Store
 from muster.storage import uris
@@ -173,7 +173,7 @@ class BucketSync:
     writer: str
     run_id: str
     now_s: Callable[[], float] = time.monotonic
-    _lonely: bool = True
+    _seeks_supervisor: bool = True
     _stopping: threading.Event = field(default_factory=threading.Event)
     _ended: list[threading.Event] = field(default_factory=list)
     _failed: dict[str, str] = field(default_factory=dict)
@@ -255,7 +255,7 @@ class BucketSync:
             shipper.look()
             self._ship(shipper, SEAL_S - LOOK_S)
         if self.writer != SUPERVISOR:
-            self._every("lease", LEASE_COPY_LONELY_S if self._lonely else LEASE_COPY_S, self._copy_lease)
+            self._every("lease", LEASE_COPY_SEEKING_S if self._seeks_supervisor else LEASE_COPY_S, self._copy_lease)
 
     def _ship(self, shipper: Shipper, age_s: float) -> None:
         """Ship what waits longer than ``age_s``, or at all once this process ends."""

@@ -15,6 +15,7 @@ class Row:
     labels: np.ndarray
     position_ids: np.ndarray
     document_lengths: np.ndarray
+    grades: None = None
 
     @property
     def tokens(self):

@@ -165,7 +165,7 @@ def test_the_loop_tells_the_snapshots_before_it_changes_the_state(monkeypatch):
         spec=SimpleNamespace(training=SimpleNamespace(seed=0, optimizer=SimpleNamespace(max_grad_norm=1.0))),
         reducer=reducer, start_consensus=note("consensus"), sums_ended=note("ended"), before_update=note("told"),
         optimizer=SimpleNamespace(step=note("update")), record_step=note("recorded"), pipeline=None,
-        mixture=None, meet_replicas=note("met"), gradient_share=note("share", 1.0),
+        mixture=None, begin_objective=note("objective"), meet_replicas=note("met"), gradient_share=note("share", 1.0),
     )  # fmt: skip
     loop.update(run, SimpleNamespace(step=1, micro_batches=1, rounds=()), 0.1)
     assert order[-3:] == ["told", "update", "recorded"]

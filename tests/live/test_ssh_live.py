@@ -161,6 +161,15 @@ def test_it_goes_on_from_the_copy_of_a_lost_home(hosts: SshHosts, user: User, ru
     run.wait_for(lambda: [event for event in run.events("step") if event.attempt == attempt], "step of it")
     first = min(event.step or 0 for event in run.events("step") if event.attempt == attempt)
     assert first > saved, "from the checkpoint in the copy"
+    newest = {path.name for path in run.home_on("gpu1").glob("checkpoints/commits/step-*.json")}
+    hosts.heal("gpu1")
+    hosts.boot("gpu1")
+    user.muster("recover", run.id)
+    run.wait_for(lambda: (run.home_on("gpu1") / ".muster-copied").exists(), "copy on the host that came back")
+    (aside,) = run.home_on("gpu1").parent.glob(f"{run.id}.before-*")
+    assert {path.name for path in aside.glob("checkpoints/commits/step-*.json")} == newest, "its own home is kept"
+    hosts.kill_processes("gpu1")
+    hosts.cut("gpu1")
 
 
 def test_stop_needs_no_host_program(hosts: SshHosts, user: User, run: Run) -> None:

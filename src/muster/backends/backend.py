@@ -155,9 +155,9 @@ class Backend:
     market: Market = Market()
     provisioning: Provisioning = Provisioning()
     acceptance: Acceptance = Acceptance()
-    move: Callable[[str, str], str] | None = None
-    """(run, host): let that host's copy be the run's home, which was lost; what was done, in words. None: there are no
-    copies. Raises MusterError."""
+    move: Callable[[str, str, RunSpec], str] | None = None
+    """(run, host, run file with which it goes on): let that host's copy be the run's home, which was lost; what was
+    done, in words. None: there are no copies. Raises MusterError."""
 
 
 class Wait(Protocol):

@@ -15,6 +15,7 @@ from muster.app.run.submit import Intent, Submitted
 from muster.app.run.train import Ended
 from muster.backends import code_bundle
 from muster.config import load
+from muster.config.spec import RunSpec
 from muster.core import event_log, resolved_file
 from muster.core.errors import ConflictError, UsageError
 from muster.core.event_log import Damage
@@ -41,7 +42,7 @@ def recover(
         UsageError: agents of another version run; the run has succeeded and nothing in it was changed; its resolved run
             file is damaged, and nothing tells what it was.
     """
-    moved = [_move(reference, copy_on)] if copy_on is not None else []
+    moved = [_move(reference, copy_on, overrides)] if copy_on is not None else []
     intent = _intent(reference, overrides, argv)
     damaged: list[Damage] = []
     for _ in event_log.read(intent.run.events, on_damage=damaged.append):  # its supervisor goes on without it
@@ -51,12 +52,22 @@ def recover(
     return Submitted(run=intent.run, spec=intent.spec, launcher=intent.launcher, handle=handle)
 
 
-def _move(reference: str, host: str) -> str:
+def _move(reference: str, host: str, overrides: Sequence[str]) -> str:
     run = run_registry.find(reference)
     backend = backends.get(spec_of(run).backend)
     if backend.move is None:
         raise UsageError(f"--from {host}: hosts of backend: {backend.name} keep no copy of a run's home")
-    return backend.move(run.run_id, host)
+    return backend.move(run.run_id, host, _asked(run, overrides))
+
+
+def _asked(run: RunDir, overrides: Sequence[str]) -> RunSpec:
+    """The run file to go on with."""
+    if not overrides:
+        return spec_of(run)
+    spec = load.loads(resolved_file.read(run.path), overrides, source=str(run.resolved)).spec
+    submit.check_same_run(run, spec)
+    resolve.refuse(spec)
+    return spec
 
 
 def recover_here(
@@ -110,14 +121,10 @@ def _checked(run: RunDir, overrides: Sequence[str], argv: Sequence[str]) -> Inte
         raise UsageError(f"{run.run_id} is done: {status.reason}", hint=further)
     if overrides and not status.state.ended:
         raise ConflictError(f"agents of {run.run_id} still run with the old file", hint=f"muster down {run.run_id}")
-    spec = spec_of(run)
-    if overrides:
-        spec = load.loads(resolved_file.read(run.path), overrides, source=str(run.resolved)).spec
-        submit.check_same_run(run, spec)
-        resolve.refuse(spec)
-        if spec.workdir is not None and spec.workdir != spec_of(run).workdir and launcher.remote is None:
-            spec, code = code_bundle.pack(spec, str(run.path), limit_bytes=code_bundle.SHARED_LIMIT_BYTES)
-            code_bundle.unpack(code or b"", run.path)
+    spec = _asked(run, overrides)
+    if overrides and spec.workdir is not None and spec.workdir != spec_of(run).workdir and launcher.remote is None:
+        spec, code = code_bundle.pack(spec, str(run.path), limit_bytes=code_bundle.SHARED_LIMIT_BYTES)
+        code_bundle.unpack(code or b"", run.path)
     if launcher.remote is None:
         if not status.state.ended:
             _check_agents(run)

@@ -15,10 +15,10 @@ def _launcher() -> Launcher:
     return SshLauncher()
 
 
-def _move(run_id: str, host: str) -> str:
+def _move(run_id: str, host: str, spec: RunSpec) -> str:
     from muster.backends.ssh.launcher import SshLauncher
 
-    return SshLauncher().move(run_id, host)
+    return SshLauncher().move(run_id, host, spec)
 
 
 def _cluster(spec: RunSpec, *, zone: str | None = None, adopt: bool = False) -> Cluster:

@@ -6,11 +6,13 @@ from __future__ import annotations
 import contextlib
 import shutil
 import threading
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from muster.backends.host.place import say
 from muster.backends.run_home import RUN_ID
+from muster.core import processes
 from muster.core.errors import BackendError, MusterError
 from muster.core.protocols import Store
 from muster.protocol.pipes import STORE_BYTES
@@ -22,16 +24,17 @@ EVERY_S = 5.0
 LAST_S = 120.0
 """For what the run's end left to be copied."""
 COPIED = ".muster-copied"
-"""In the copy's folder; its modification time is that of the last whole round."""
+"""In the copy's folder: of which home it is; its modification time is that of the last whole round."""
 CHANGING_BYTES = 1 << 16
-"""A JSON file up to this size (lease, fence, commit marker) may change and keep its size, and refer to other files."""
+"""A JSON file up to this size (lease, fence) may change and keep its size, and refer to other files."""
 
 
 @dataclass(kw_only=True)
 class HomeCopy:
     """Brings what is new in ``home`` to ``folder``, in a thread until ``stop``.
 
-    Small JSON files are read before the home is listed, and written after everything else: what they refer to is there.
+    Small JSON files and commit markers are read before the home is listed, and written after everything else: what they
+    refer to is there. What ``folder`` was before ``muster recover --from`` (the home, a copy of another) is set aside.
     """
 
     home: str
@@ -67,24 +70,34 @@ class HomeCopy:
         """One round. Raises FileNotFoundError, MusterError, OSError: it is not whole."""
         read = dict[str, bytes]()
         for name, size in self._listed(self.home).items():
-            if name.endswith(".json") and size <= CHANGING_BYTES:
+            if _last(name, size):
                 with contextlib.suppress(FileNotFoundError):
                     read[name] = self.store.get(uris.join(self.home, name)).data
-        there, here = self._listed(self.home), self._listed(str(self.folder))
+        there = self._listed(self.home)
         if RUN_ID not in there:
             raise BackendError(f"no run is in {self.home}")
+        copied = self.folder / COPIED
+        if (self.folder / RUN_ID).exists() and not (copied.exists() and copied.read_text() == self.home):
+            aside = self.folder.rename(f"{self.folder}.before-{time.time_ns()}")
+            say(f"the run's home is on another host now: what this one had of it is in {aside}")
+        here = self._listed(str(self.folder))
         for name, size in there.items():
-            if here.get(name) != size and not (name.endswith(".json") and size <= CHANGING_BYTES):
+            if here.get(name) != size and not _last(name, size):
                 uri, path = uris.join(self.home, name), str(self.folder / name)
                 with blobs.reading(uri) as source, blobs.writing(path) as file:
                     shutil.copyfileobj(source, file, STORE_BYTES)
-        for name in read.keys() & there.keys():
+        for name in sorted(read.keys() & there.keys()):  # the run's id after every checkpoint: a part is no home
             self.store.put(str(self.folder / name), read[name])
         old, new = (any("/commits/step-" in name for name in names) for names in (here, read.keys() & there.keys()))
         if new or not old:  # else an older checkpoint is all that there is here
             for name in here.keys() - there.keys():
                 (self.folder / name).unlink(missing_ok=True)
-        (self.folder / COPIED).touch(0o600)
+        processes.replace_text(copied, self.home)
 
     def _listed(self, root: str) -> dict[str, int]:
         return {uri[len(root) + 1 :]: size for uri, size in self.store.list(root).items()}
+
+
+def _last(name: str, size: int) -> bool:
+    """It is written after what it may refer to."""
+    return name == RUN_ID or "/commits/step-" in name or (name.endswith(".json") and size <= CHANGING_BYTES)

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 from muster.backends import code_bundle, run_folder, run_home
 from muster.backends.bucket_launcher import ASK_S, BucketLauncher, ended_with
@@ -28,8 +29,10 @@ from muster.storage.job_record import SUBMISSION
 from muster.transport.secure_session import read_token
 
 RESOLVED = "resolved.json"
+_Result = TypeVar("_Result")
 DOWN = "down"
-"""File in the run's folder on this machine: ended from here since it was submitted."""
+"""File in the run's folder on this machine: ended from here since it was submitted. What still lives then was out of
+reach, and is no part of the run."""
 
 
 @dataclass(kw_only=True)
@@ -45,7 +48,7 @@ class SshLauncher(BucketLauncher[Placement]):
 
     def offers(self, spec: RunSpec) -> list[Offer]:
         """The least of the hosts that answer."""
-        found = list(self._there(place(spec, ""), least=1).values())
+        found = list(self._there(place(spec, "")).values())
         gpus = min(len(one.gpus) for one in found)
         return [
             Offer(
@@ -103,7 +106,7 @@ class SshLauncher(BucketLauncher[Placement]):
         number, known = request.labels.get(SUBMISSION, "1"), self.known(run_id)
         placement, begun = known[1] if known is not None else place(spec, run_id), known is not None
         placement = replace(placement, spec=spec)
-        facts = self._there(placement, least=spec.resources.hosts)
+        facts = _enough(placement, self._look(placement))
         if placement.keeper is not None and placement.keeper not in facts:
             hint = f"muster recover {run_id} --from HOST continues from another host's copy" if begun else None
             raise CapacityError(f"{placement.keeper} does not answer, and has the run's home", hint=hint)
@@ -111,34 +114,32 @@ class SshLauncher(BucketLauncher[Placement]):
             self._share(placement, list(facts), run_id)
         self.begin(local, run_id, placement.home)
         home = self.home(run_id)
-        if (
-            begun
-            and home
-            and any(one.held_by == run_id for one in facts.values())
-            and not run_home.end_of(home, again=True)
-        ):
+        held = [host for host, one in facts.items() if one.held_by == run_id and not (local / DOWN).exists()]
+        if begun and home and held and not run_home.end_of(home, again=True):
             number = run_home.submission_of(local)  # that one goes on: what it lacks is started
         try:
             first, *others = orders = self._orders(placement, facts, local, run_id, number)
             self.ssh.order(first, orders[first])
             answers = everywhere(others, lambda host: self.ssh.order(host, orders[host]))
-            refuse(answers, most=len(orders) - spec.resources.hosts)
+            _enough(placement, answers, more=1)
         except MusterError:
             undo = FarEnd(run_id=run_id, grace_s=0.0, forget=not begun)
-            idle = [host for host, one in facts.items() if one.held_by != run_id]
+            idle = [host for host in facts if host not in held]
             everywhere(idle, lambda host: self.ssh.order(host, undo))
             raise
         (local / DOWN).unlink(missing_ok=True)
         self.record(local, run_id, int(number))
         return self.handle(run_id, local, placement.hosts[0], _doubts(placement, facts, answers, run_id))
 
-    def move(self, run_id: str, host: str) -> str:
+    def move(self, run_id: str, host: str, spec: RunSpec) -> str:
         """Let the copy of the run's home on ``host`` be its home, and end what works for the run; how old the copy is.
+        ``spec``: with which it is to go on.
 
         Raises:
             ConflictError: the home is still there.
             UsageError: ``host`` has no copy.
-            MusterError: it does not answer, or what runs cannot be ended.
+            MusterError: it does not answer, or fewer hosts than the run needs do (nothing is ended then), or what runs
+                cannot be ended.
         """
         known = self.known(run_id)
         if known is None or host not in known[1].hosts:
@@ -156,10 +157,12 @@ class SshLauncher(BucketLauncher[Placement]):
         if placement.is_shared:  # the run itself needs nothing
             run_registry.replace_text(local / HOME_FILE, f"ssh://{host}/{run_id}\n")
             return f"the home of {run_id} is read through {host}"
+        _enough(replace(placement, spec=spec), found)
         refuse(everywhere(list(facts), lambda name: self.ssh.order(name, FarEnd(run_id=run_id, grace_s=0.0))))
         with contextlib.suppress(FileNotFoundError):  # the copy may end earlier than what was read of the lost home
             (local / "events").rename(local / f"events-{placement.keeper}-{here.wall_ns}")
         run_registry.replace_text(local / HOME_FILE, f"ssh://{host}/{run_id}\n")
+        (local / DOWN).touch()
         return f"the copy on {host} is {(here.wall_ns - here.copied_wall_ns) / 1e9:.0f} s old"
 
     def _share(self, placement: Placement, hosts: Sequence[str], run_id: str) -> None:
@@ -170,7 +173,7 @@ class SshLauncher(BucketLauncher[Placement]):
             self.ssh.run(host, ["mkdir", "-p", "-m", "700", ".muster/ssh/homes", folder])
             return self.ssh.run(host, ["ln", "-sfn", folder, link])
 
-        refuse(everywhere(hosts, linked), most=len(hosts) - placement.spec.resources.hosts)
+        _enough(placement, everywhere(hosts, linked))
 
     def _orders(
         self, placement: Placement, facts: Mapping[str, FarFacts], local: Path, run_id: str, number: str
@@ -182,7 +185,7 @@ class SshLauncher(BucketLauncher[Placement]):
             raise BackendError(f"two of ssh.hosts are one machine: {names}", hint="one name of each")
         if len(homes := {one.home for one in facts.values()}) > 1:
             raise BackendError(f"home directories differ: {', '.join(sorted(homes))}", hint="one user name")
-        spares = len(facts) - spec.resources.hosts
+        spares = max(0, len(facts) - spec.resources.hosts)
         spec = spec.model_copy(update={"resources": spec.resources.model_copy(update={"spare_hosts": spares})})
         shipped, code = code_bundle.pack(spec, _code_dir(homes.pop(), run_id))
         text = json.dumps(shipped.model_dump(mode="json", exclude_defaults=True), indent=1) + "\n"  # JSON is YAML
@@ -212,7 +215,7 @@ class SshLauncher(BucketLauncher[Placement]):
     def code_dir(self, run_id: str) -> str:
         known = self.known(run_id)
         assert known is not None  # it was submitted
-        return _code_dir(next(iter(self._there(known[1], least=1).values())).home, run_id)
+        return _code_dir(next(iter(self._there(known[1]).values())).home, run_id)
 
     def box_of_host(self, run_id: str, placement: Placement, host: int) -> str:
         """The host itself: commands go there by ssh."""
@@ -254,11 +257,12 @@ class SshLauncher(BucketLauncher[Placement]):
             return ended_with(end, tasks)
         count = list(tasks.values()).count("running")
         silent = [host for host, task in tasks.items() if task.startswith("unreachable")]
-        if count or silent:
+        down = (known[0] / DOWN).exists()
+        if count or (silent and not down):
             reason = f"{count} of {len(tasks)} hosts work" + (f"; no answer from {', '.join(silent)}" if silent else "")
             return JobStatus(state=JobState.RUNNING, reason=reason, tasks=tasks)
-        if (known[0] / DOWN).exists():
-            return JobStatus(state=JobState.STOPPED, reason="muster down ended it", tasks=tasks)
+        if down:
+            return JobStatus(state=JobState.STOPPED, reason="it was ended from this machine", tasks=tasks)
         return JobStatus(
             state=JobState.FAILED,
             reason=f"no host works for it; a host's own words: ~/.muster/ssh/runs/{handle.run_id}/host.log",
@@ -295,9 +299,16 @@ class SshLauncher(BucketLauncher[Placement]):
         order = FarLook(run_id=run_id)
         return everywhere(placement.hosts, lambda host: self.ssh.order(host, order))
 
-    def _there(self, placement: Placement, *, least: int) -> dict[str, FarFacts]:
-        """Hosts that answer. Raises what the others said where those are fewer than ``least``."""
-        return refuse(self._look(placement), most=len(placement.hosts) - least)
+    def _there(self, placement: Placement) -> dict[str, FarFacts]:
+        """Hosts that answer. Raises what they said where none does."""
+        return refuse(self._look(placement), most=len(placement.hosts) - 1)
+
+
+def _enough(placement: Placement, found: Mapping[str, _Result | MusterError], *, more: int = 0) -> dict[str, _Result]:
+    """The results, of which there are ``more`` besides. Raises what the others said where the run needs those."""
+    able = more + sum(not isinstance(one, MusterError) for one in found.values())
+    hint = f"resources.min_hosts={able} lets the run go on with {able} of its {placement.spec.resources.hosts} hosts"
+    return refuse(found, most=len(found) + more - placement.least, hint=hint if able else None)
 
 
 def _task(one: FarFacts) -> str:

@@ -105,11 +105,14 @@ def everywhere(hosts: Sequence[str], act: Callable[[str], _Result]) -> dict[str,
         return dict(zip(hosts, pool.map(caught, hosts), strict=True))
 
 
-def refuse(answers: Mapping[str, _Result | MusterError], *, most: int = 0) -> dict[str, _Result]:
-    """The results; one error with everything that went wrong, where that is more than ``most``."""
+def refuse(
+    answers: Mapping[str, _Result | MusterError], *, most: int = 0, hint: str | None = None
+) -> dict[str, _Result]:
+    """The results; one error with everything that went wrong, where that is more than ``most``. ``hint``: besides
+    those of the errors."""
     errors = [answer for answer in answers.values() if isinstance(answer, MusterError)]
     if len(errors) > most:
-        hints = dict.fromkeys(error.hint for error in errors if error.hint)
+        hints = dict.fromkeys(found for found in (*(error.hint for error in errors), hint) if found)
         raise type(errors[0])("; ".join(map(str, errors)), hint="; ".join(hints) or None)
     return {host: answer for host, answer in answers.items() if not isinstance(answer, MusterError)}
 

@@ -36,6 +36,11 @@ class Placement:
         """All, with the keeper first."""
         return sorted(self.spec.ssh.hosts, key=lambda host: host != self.keeper)
 
+    @property
+    def least(self) -> int:
+        """Hosts without which it does not begin."""
+        return self.spec.resources.min_hosts or self.spec.resources.hosts
+
     def risks(self, copier: str | None, run_id: str = "RUN") -> Iterator[str]:
         """What the loss of a host may cost. ``copier``: the host that keeps a copy of the home."""
         if self.keeper is not None and not self.is_shared:

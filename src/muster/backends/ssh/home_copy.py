@@ -76,10 +76,7 @@ class HomeCopy:
         there = self._listed(self.home)
         if RUN_ID not in there:
             raise BackendError(f"no run is in {self.home}")
-        copied = self.folder / COPIED
-        if (self.folder / RUN_ID).exists() and not (copied.exists() and copied.read_text() == self.home):
-            aside = self.folder.rename(f"{self.folder}.before-{time.time_ns()}")
-            say(f"the run's home is on another host now: what this one had of it is in {aside}")
+        self._set_aside()
         here = self._listed(str(self.folder))
         for name, size in there.items():
             if here.get(name) != size and not _last(name, size):
@@ -92,7 +89,14 @@ class HomeCopy:
         if new or not old:  # else an older checkpoint is all that there is here
             for name in here.keys() - there.keys():
                 (self.folder / name).unlink(missing_ok=True)
-        processes.replace_text(copied, self.home)
+        processes.replace_text(self.folder / COPIED, self.home)
+
+    def _set_aside(self) -> None:
+        """What is no copy of this home: it may have what this home lacks, and other data under the same names."""
+        copied = self.folder / COPIED
+        if (self.folder / RUN_ID).exists() and not (copied.exists() and copied.read_text() == self.home):
+            aside = self.folder.rename(f"{self.folder}.before-{time.time_ns()}")
+            say(f"the run's home is on another host now: what this one had of it is in {aside}")
 
     def _listed(self, root: str) -> dict[str, int]:
         return {uri[len(root) + 1 :]: size for uri, size in self.store.list(root).items()}

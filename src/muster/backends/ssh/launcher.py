@@ -115,7 +115,7 @@ class SshLauncher(BucketLauncher[Placement]):
         self.begin(local, run_id, placement.home)
         home = self.home(run_id)
         held = [host for host, one in facts.items() if one.held_by == run_id and not (local / DOWN).exists()]
-        if begun and home and held and not run_home.end_of(home, again=True):
+        if home and held and not run_home.end_of(home, again=True):
             number = run_home.submission_of(local)  # that one goes on: what it lacks is started
         try:
             first, *others = orders = self._orders(placement, facts, local, run_id, number)

@@ -19,12 +19,11 @@ import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 
 from muster.checkpoint_format.decoding import damage_as, seal, unseal
 from muster.core import typed_json
-from muster.core.errors import CheckpointError, ConflictError
+from muster.core.errors import CheckpointError, ConflictError, MusterError
 from muster.core.protocols import Store
 from muster.core.typed_json import Record, Unreadable
 from muster.storage import uris
@@ -37,7 +36,7 @@ _HINT = "remove fence.json and fence.previous.json to start over"
 OnRebuilt = Callable[[str], None]
 """Called with what was wrong with a fence that was written again."""
 NonceOf = Callable[[int], str]
-"""The nonce of an attempt of this run, in this home; empty: not known. Raises as the home's store."""
+"""The nonce of an attempt of this run, in this home; empty: not known."""
 
 
 def unbound(attempt: int) -> str:
@@ -46,17 +45,20 @@ def unbound(attempt: int) -> str:
 
 
 def nonces_of(run_dir: str | Path) -> NonceOf:
-    """The nonces of the run in ``run_dir``: made where an attempt first needs one, the same for all its processes."""
+    """The nonces of the run in ``run_dir``: made where an attempt first needs one, the same for all its processes. One
+    that is damaged, or in a home that does not answer, binds nothing and refuses no writer: snapshots are saved when
+    the home is lost, too."""
+    known: dict[int, str] = {}
 
-    @cache
     def nonce_of(attempt: int) -> str:
-        home = open_home(Path(run_dir))
-        uri = home.uri_of("nonces", str(attempt))
-        with suppress(ConflictError):
-            home.store.put_if_absent(uri, seal({"nonce": secrets.token_hex(16)}, format=1, kind="nonce"))
-        with suppress(CheckpointError):  # damaged: it binds nothing, and refuses no writer
-            return str(unseal(home.store.get(uri).data, reads=1, kind="nonce")["nonce"])
-        return ""
+        with suppress(MusterError, OSError):
+            if attempt not in known:
+                home = open_home(Path(run_dir))
+                uri = home.uri_of("nonces", str(attempt))
+                with suppress(ConflictError):
+                    home.store.put_if_absent(uri, seal({"nonce": secrets.token_hex(16)}, format=1, kind="nonce"))
+                known[attempt] = str(unseal(home.store.get(uri).data, reads=1, kind="nonce")["nonce"])
+        return known.get(attempt, "")
 
     return nonce_of
 
@@ -100,7 +102,8 @@ class Fence(Record):
         if self.run_id == run_id and self.nonce and (nonce_of(self.attempt) or self.nonce) != self.nonce:
             raise ConflictError(
                 f"{directory} is held by attempt {self.attempt} of another copy of run {run_id}",
-                hint="give this copy a checkpoint.dir of its own; a new run with this checkpoint.dir continues there",
+                hint="give this copy a checkpoint.dir of its own; where the other copy is lost, remove fence.json and "
+                "fence.previous.json there",
             )
 
 

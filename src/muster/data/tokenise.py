@@ -31,7 +31,7 @@ from muster.data import formats
 from muster.data.arrays import Bytes, Float32s, Int32s, Int64s
 from muster.data.chat.engine import ChatEngine, ChatReport, ChatRules, refuse
 from muster.data.chat.masks import Document as Masked
-from muster.data.chat.preferences import Preference, Rows, preference
+from muster.data.chat.preferences import EMPTY, Preference, Rows, preference
 from muster.data.chat.rows import RowError, RowRefusal, row_error
 from muster.data.formats import Document, Format, Segment
 from muster.data.task import Row
@@ -198,8 +198,11 @@ def _preferences(
     for side in range(2):
         left = {index: stated[index] for index in answers if side < len(stated[index].answers)}
         for index, document in _answered(left, side, recipe, first_row, report).items():
-            if document is not None and side and _prompt(document) != _prompt(answers[index][0]):
+            if document is not None and 1 in document[1] and side and _prompt(document) != _prompt(answers[index][0]):
                 refuse(report, "the chat template asks for the two answers by different prompts", first_row + index)
+                document = None
+            elif document is not None and 1 not in document[1]:  # the tokenizer drops all of its characters
+                refuse(report, EMPTY, first_row + index)
                 document = None
             if document is None:
                 del answers[index]

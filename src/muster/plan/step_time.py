@@ -223,7 +223,7 @@ def _attention(
     chip = option.accelerator
     kernel = chip.attention_rate(work.attention, shape.head_dim)
     if kernel is None:
-        if work.attention and chip.attention_flops:
+        if work.attention and chip.attention_flops and work.attention not in chip.attention_flops:
             raise NoPlanError(
                 f"{chip.name} has no {work.attention} attention; known: {', '.join(chip.attention_flops)}"
             )

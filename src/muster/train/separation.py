@@ -40,6 +40,11 @@ def separate(spec: RunSpec, prepared: Prepared, built: BuiltModel) -> Separated:
     alone = built.proof.alone if rotary is None or longest <= rotary.length else _alone(rotary, longest)
     if alone is not None and built.module.context is not None:
         raise UsageError(f"parallelism.cp is not possible: {alone}", hint="parallelism.cp: 1")
+    if alone is not None and spec.training.objective is not None:
+        raise UsageError(
+            f"training.objective is not possible: the answers of a pair share a row, and {alone}",
+            hint="a shorter training.sequence_length, or another model",
+        )
     reason = alone or (built.proof.unpacked if packed else None)
     if reason is not None and packed:
         stores = [store.by_document() for store in stores]

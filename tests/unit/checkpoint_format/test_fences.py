@@ -240,6 +240,17 @@ def test_the_copy_that_comes_first_takes_over(store, folder, tmp_path):
     manifest.claim(store, folder, run_id="another", attempt=1, nonce_of=ours)
 
 
+def test_a_home_that_does_not_answer_refuses_no_writer(store, folder, tmp_path):
+    """A host that is alone saves its snapshots to another place than the home that was lost."""
+    ours, _ = copies(tmp_path, 1)
+    manifest.claim(store, folder, run_id="run", attempt=1, nonce_of=ours)
+    (tmp_path / "lost").write_text("no folder")
+    lost = fences.nonces_of(tmp_path / "lost")
+    manifest.claim(store, folder, run_id="run", attempt=1, nonce_of=lost)
+    (tmp_path / "lost").unlink()
+    assert lost(2) == lost(2) != "", "asked again once it answers"
+
+
 @pytest.mark.parametrize("how", ["emptied", "torn"])
 def test_a_damaged_nonce_refuses_nobody(store, folder, tmp_path, how):
     ours, _ = copies(tmp_path, 1)

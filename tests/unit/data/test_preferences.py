@@ -11,7 +11,7 @@ from muster.config.sections.sources import FileSource
 from muster.config.spec import Objective
 from muster.core.errors import UsageError
 from muster.data.chat.preferences import layout_of, preference
-from muster.data.chat.rows import RowRefusal
+from muster.data.chat.rows import RowRefusal, conversation
 from muster.data.formats import choose_format
 from muster.data.prepare import prepare
 from muster.data.tokenizer import Encoder
@@ -35,10 +35,10 @@ LAYOUTS = {
     ),
     "hh-rlhf": ({"chosen": f"{HUMAN}Because.", "rejected": f"{HUMAN}No."}, [USER], [GOOD], [BAD]),
     "orca": ({"system": "Be kind.", "question": "Why?", "chosen": "Because.", "rejected": "No."},
-             [SYSTEM, USER], [GOOD], [BAD]),
+             [USER], [GOOD], [BAD]),
     "distilabel": ({"system": "", "input": "Why?", "chosen": "Because.", "rejected": "No."}, [USER], [GOOD], [BAD]),
     "truthy": ({"system": "Be kind.", "prompt": "Why?", "chosen": "Because.", "rejected": "No."},
-               [SYSTEM, USER], [GOOD], [BAD]),
+               [USER], [GOOD], [BAD]),
     "text and turns": ({"prompt": "Why?", "chosen": [GOOD], "rejected": [BAD]}, [USER], [GOOD], [BAD]),
     "sharegpt": (
         {"conversations": [{"from": "human", "value": "Why?"}], "chosen": {"from": "gpt", "value": "Because."},
@@ -77,6 +77,26 @@ def test_labelled_answers(row, prompt, answer):
     assert (found.prompt, found.answers, found.grades) == (prompt, (answer,), (-1.0,))
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
+        {"prompt": [USER], "chosen": "Because.", "rejected": "No."},
+        {"question": "Why?", "chosen": "Because.", "rejected": "No."},
+        {"prompt": "Why?", "chosen": "Because.", "rejected": "No."},
+        {"messages": [USER, GOOD], "label": True},
+        {"prompt": [USER], "completion": [GOOD], "label": True},
+        {"prompt": "Why?", "completion": "Because.", "label": True},
+    ],
+)
+def test_a_system_column_is_put_first(row):
+    found = preference({**row, "system": "Be kind."}, "labelled", Counter())
+    messages = conversation(found.conversation(0), Counter()).messages
+    assert [(turn["role"], turn["content"]) for turn in messages] == [
+        ("system", "Be kind."), ("user", "Why?"), ("assistant", "Because."),
+    ]  # fmt: skip
+
+
 PAIR = {"prompt": "Why?", "chosen": "Because.", "rejected": "No."}
 
 
@@ -101,7 +121,8 @@ def test_rows_that_say_nothing_are_left_out(change, message):
     [
         ({**PAIR, "chosen": 7, "rejected": 8}, "column 'chosen and rejected' must be text or a list of turns, got int"),
         ({**PAIR, "chosen": []}, "column 'chosen and rejected' must be text or a list of turns, got an empty list"),
-        ({"prompt": "a", "completion": "b", "label": "yes"}, "column 'label' must be true or false, got 'yes'"),
+        ({"prompt": "a", "completion": "b", "label": True},
+         "the row has one labelled answer, and others are pairs: 'prompt', 'completion', 'label'"),
         ({"context": [USER], "response1": "a", "response2": "b", "overall_preference": "1"},
          "column 'overall_preference' must be a number, got '1'"),
     ],
@@ -110,6 +131,11 @@ def test_wrong_types_are_errors_of_one_line(row, message):
     with pytest.raises(UsageError) as caught:
         preference(row, "pairs", Counter())
     assert str(caught.value) == message
+
+
+def test_a_label_is_true_or_false():
+    with pytest.raises(UsageError, match=r"^column 'label' must be true or false, got 'yes'$"):
+        preference({"prompt": "a", "completion": "b", "label": "yes"}, "labelled", Counter())
 
 
 def test_rows_and_objective_go_together():

@@ -229,6 +229,18 @@ def test_a_kept_calibration_is_used_and_narrows_the_plan(run_file, home):
     assert constants.efficiency == 0.4 and sigma == 0.05
 
 
+def test_a_model_of_another_size_does_not_speak_for_this_one(run_file, home):
+    home.mkdir()
+    entry = Entry(
+        accelerator="H100", parameters=10**7, lora=False, run_id="r-1", made="then", efficiency=0.4,
+        measured_step_s=1.0, predicted_step_s=0.8, steps=9, spread=0.0, off=-0.2,
+    )  # fmt: skip
+    (home / "calibration.json").write_text(json.dumps([asdict(entry)]))
+    spec = load(run_file, ["resources.accelerator=H100"]).spec
+    constants, _, said = calibration_for(home, spec, planned(run_file, home).work)
+    assert constants == DEFAULT and said is None
+
+
 def test_a_plan_says_that_it_was_calibrated_only_where_it_was(run_file, home):
     """Cores and GPUs have constants of their own, and neither is a calibration."""
     said = {}
@@ -257,9 +269,12 @@ def test_a_plan_says_how_far_off_the_last_one_was_and_leaves_it_out_where_asked(
     assert not any(line.startswith("calibrated by") for line in without.plan.assumptions)
 
 
-@pytest.mark.parametrize(("environment", "entries"), [("", 1), ("true", 0)])
-def test_a_run_on_gpus_calibrates_the_next_plan_but_not_in_ci(
-    tmp_path, run_file, home, monkeypatch, environment, entries
+@pytest.mark.parametrize(
+    ("environment", "change", "entries"),
+    [("", "one attempt", 1), ("true", "one attempt", 0), ("", "two attempts", 0), ("", "held up", 0)],
+)
+def test_a_run_on_gpus_calibrates_the_next_plan_but_not_in_ci_nor_by_steps_that_say_little(
+    tmp_path, run_file, home, monkeypatch, environment, change, entries
 ):
     monkeypatch.setenv("MUSTER_HOME", str(home))
     monkeypatch.setenv("CI", environment)
@@ -276,13 +291,18 @@ def test_a_run_on_gpus_calibrates_the_next_plan_but_not_in_ci(
     (run / "events").mkdir(parents=True)
     resolved_file.write(run, spec.model_dump_json())
     log = EventLog("r-1", run / "events", "rank", 0, clock=SystemClock())
+    seconds = 200 if change == "held up" else 20
     step = Step(
-        loss=1.0, grad_norm=1.0, learning_rate=1e-4, step_ns=20 * 10**9, tokens=64 * 4096, memory_bytes=30 * 10**9,
+        loss=1.0, grad_norm=1.0, learning_rate=1e-4, step_ns=seconds * 10**9, tokens=64 * 4096, memory_bytes=30 * 10**9,
         supervised_tokens=64 * 4096, padding_tokens=0, stall_ns=10**9,
     )  # fmt: skip
     for number in range(10):
         log.append("step", detail=asdict(step), step=number, rank=0)
     log.close()
+    if change == "two attempts":
+        log = EventLog("r-1", run / "events", "rank", 1, clock=SystemClock())
+        log.append("step", detail=asdict(step), step=10, rank=0)
+        log.close()
     keep(run, spec)
     said = planned(run_file, home, "resources.accelerator=H100", "model.lora={rank: 8}").plan.assumptions
     assert [line.split(":")[0] for line in said if line.startswith("calibrated by")] == [

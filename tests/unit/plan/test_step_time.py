@@ -274,6 +274,11 @@ def test_an_attention_kernel_that_a_chip_lacks_is_refused_and_not_planned_as_mat
         step_time(work, at(8), option("a2-ultragpu-8g", "on_demand"), 1)
 
 
+def test_heads_smaller_than_any_that_was_measured_are_planned_as_matrices():
+    shape = replace(job().shape, head_dim=16)
+    assert step_time(job(shape=shape, attention="flash2"), at(8), option("a3-megagpu-8g"), 1).parts["attention"] > 0
+
+
 def test_the_first_gather_and_the_last_reduction_hide_behind_nothing():
     """8B on 64 GPUs: embedding, head and a layer of 218M, gathered in 2 bytes and reduced in 4."""
     quick = replace(DEFAULT, overlap=1e6)  # all but the ends is hidden

@@ -67,6 +67,15 @@ def test_what_was_asked_for_is_no_news(made):
     assert separated.report is None and separated.prepared == prepared and prepared.train.cut_to is None
 
 
+def test_pairs_whose_documents_would_be_alone_are_refused(made):
+    spec, prepared, built = made({**LLAMA, "max_position_embeddings": 256, "rope_scaling": LONGROPE})
+    training = spec.training.model_copy(update={"objective": "dpo"})
+    with pytest.raises(
+        UsageError, match=r"training\.objective is not possible: the answers of a pair share a row, and its"
+    ):
+        separate(spec.model_copy(update={"training": training}), prepared, built)
+
+
 def test_documents_beyond_a_rotary_border_are_alone_in_their_micro_batches(made):
     config = {**LLAMA, "max_position_embeddings": 256, "rope_parameters": LONGROPE}
     spec, prepared, built = made(config)

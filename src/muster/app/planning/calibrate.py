@@ -36,6 +36,10 @@ from muster.storage import run_registry
 FILE = "calibration.json"
 #: What a calibration on another chip is still worth.
 OTHER_CHIP_SIGMA = 0.10
+#: Efficiencies of a GPU that its work keeps busy; a run below is held up by its host, one above was read wrongly.
+LIKELY = (0.3, 1.2)
+#: A run calibrates plans of models up to so many times larger or smaller.
+SIMILAR = 10.0
 #: A CPU core's share of memory bandwidth; only its order of magnitude matters next to the fitted constant.
 CPU_BYTES_PER_S = 10e9
 
@@ -96,9 +100,11 @@ class Calibrated:
         }
 
 
-def calibrate_run(run_dir: str | Path, *, home: Path | None = None, accelerator: str | None = None) -> Calibrated:
+def calibrate_run(
+    run_dir: str | Path, *, home: Path | None = None, accelerator: str | None = None, automatic: bool = False
+) -> Calibrated:
     """Fit to the steps of a run in ``run_dir`` and write the constant to ``<home>/calibration.json``. ``accelerator``:
-    what the driver calls the run's GPUs, where its file does not say.
+    what the driver calls the run's GPUs, where its file does not say. ``automatic``: only by steps that say much.
 
     Raises:
         UsageError: the folder holds no run with steps, or they cannot be explained.
@@ -123,6 +129,8 @@ def calibrate_run(run_dir: str | Path, *, home: Path | None = None, accelerator:
     )
     option = option_of(events, spec, layout, accelerator)
     result = calibrate(work, setting, option, spec.resources.hosts, _seconds(steps), _shipped(spec))
+    if automatic and (len({step.attempt for step in steps}) > 1 or not LIKELY[0] < result.efficiency < LIKELY[1]):
+        raise UsageError(f"the steps of {path} say too little: more than one attempt, or an unlikely efficiency")
     run_id = steps[0].run_id
     file = home / FILE
     entry = Entry(
@@ -146,15 +154,17 @@ def calibrate_run(run_dir: str | Path, *, home: Path | None = None, accelerator:
 
 
 def keep(run_dir: Path, spec: RunSpec) -> None:
-    """Calibrate by a run on GPUs that has ended, where it can be; never in CI (the environment's ``CI``).
+    """Calibrate by a run on GPUs that has ended well, where it can be; never in CI (the environment's ``CI``).
 
-    Runs on a CPU are asked for (``muster calibrate``): what else its cores do is in their steps.
+    Not by runs whose steps say little: those that changed size, that learn from preferences (the plan does not count
+    their other passes), or that the host held up (a tiny model). Runs on a CPU are asked for (``muster calibrate``):
+    what else its cores do is in their steps.
     """
-    if spec.model is None or environment.inherited().get("CI"):
+    if spec.model is None or spec.training.objective is not None or environment.inherited().get("CI"):
         return
     with contextlib.suppress(MusterError, OSError):
         [offer] = backends.get(spec.backend).launcher().offers(spec)
-        calibrate_run(run_dir, accelerator=offer.accelerator)
+        calibrate_run(run_dir, accelerator=offer.accelerator, automatic=True)
 
 
 def calibration_for(home: Path | None, spec: RunSpec, work: Workload) -> tuple[Constants, float, str | None]:
@@ -166,6 +176,9 @@ def calibration_for(home: Path | None, spec: RunSpec, work: Workload) -> tuple[C
     on_cpu = spec.resources.device == "cpu"
     kept = _read((home or run_registry.home()) / FILE)
     entries = [row for row in kept if (row.accelerator not in rows.accelerators()) == on_cpu]
+    if not on_cpu:  # a small model is held up by its host, which says nothing of a large one
+        near = SIMILAR * work.shape.parameters
+        entries = [row for row in entries if work.shape.parameters / SIMILAR <= row.parameters <= near]
     if not entries:
         return _shipped(spec), STEP_SIGMA, None
     accelerator = "cpu" if on_cpu else (spec.resources.accelerator or "").lower()

@@ -91,6 +91,8 @@ def preference(row: Row, rows: Rows, changes: Counter[str], *, chats: bool = Tru
     if layout is None:
         raise UsageError(f"the row is no preference: its columns are {', '.join(map(repr, row))}")
     if layout.rows == "labelled":
+        if rows == "pairs":
+            raise UsageError(f"the row has one labelled answer, and others are pairs: {', '.join(map(repr, row))}")
         return _labelled(row, layout)
     sides, margin = _sides(row, layout)
     prompt, answers = _apart(row, sides, changes, chats=chats)
@@ -112,7 +114,7 @@ def _labelled(row: Row, layout: Layout) -> Preference:
         turns = _turns(name, answer)
         prompt: str | list[Json] = turns[:-1]
         answer = turns[-1:]
-    elif isinstance(answer, str) and isinstance(row.get("prompt"), str):
+    elif isinstance(answer, str) and isinstance(row.get("prompt"), str) and not row.get("system"):
         prompt = _text(row, "prompt")
     else:
         prompt = _history(row, "prompt")
@@ -157,13 +159,12 @@ def _asked(row: Row, first: str, second: str) -> tuple[str | list[Json], tuple[s
     """Two texts as answers to what the row's other columns ask."""
     before = [name for name in _HISTORIES if isinstance(row.get(name), list) and row[name]]
     asked = [name for name in _QUESTIONS if isinstance(row.get(name), str) and row[name]]
-    system: list[Json] = [_said("system", str(row["system"]))] if row.get("system") else []
     if not before and not asked:
         return _common_text(first, second)
-    if not before and asked[0] == "prompt" and not system:
+    if not before and asked[0] == "prompt" and not row.get("system"):
         return _text(row, "prompt"), (first, second)
     words = "\n".join(_text(row, name) for name in asked)
-    prompt = _history(row, before[0]) if before else [*system, _said("user", words)]
+    prompt = _history(row, before[0]) if before else [_said("user", words)]
     return prompt, ([_said("assistant", first)], [_said("assistant", second)])
 
 
@@ -182,8 +183,6 @@ def _of_turns(
         if name is None and (name := next((each for each in _QUESTIONS if row.get(each)), None)) is None:
             raise RowRefusal("there is no prompt")
         history = _history(row, name)
-        if system := row.get("system"):
-            history = [_said("system", str(system)), *history]
     return history, (first[shared:], second[shared:])
 
 
@@ -249,13 +248,14 @@ def _text(row: Row, name: str) -> str:
 
 
 def _shared(row: Row) -> dict[str, Json]:
-    return {"tools": row["tools"]} if row.get("tools") else {}
+    """``system`` is put first where the turns have none, as in any chat."""
+    return {name: row[name] for name in ("tools", "system") if row.get(name)}
 
 
 def texts_of(row: Row) -> list[str]:
     """All texts of a row, for the training of a tokenizer. Raises UsageError."""
     try:
-        stated = preference(row, "pairs", Counter())
+        stated = preference(row, "labelled", Counter())
     except RowRefusal:
         stated = None
     parts: list[Json] = [] if stated is None else [stated.prompt, *stated.answers]

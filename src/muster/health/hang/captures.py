@@ -59,8 +59,10 @@ def _add(found: _Found, name: str, content: bytes) -> None:
 
 
 def _put(found: _Found, name: str, **part: object) -> None:
-    numbers = re.findall(r"rank\D?(\d{1,6})(?!\d)", name, re.IGNORECASE)
-    numbers = numbers or re.findall(r"(?<!\d)\d{1,6}(?!\d)", name.rpartition("/")[2])
+    folders, _, file = name.rpartition("/")
+    numbers = re.findall(r"(?<![a-z])rank\D?(\d{1,6})(?!\d)", file, re.IGNORECASE)
+    numbers = numbers or re.findall(r"(?:^|/)rank\D?(\d{1,6})(?=/|$)", folders, re.IGNORECASE)
+    numbers = numbers or re.findall(r"(?<!\d)\d{1,6}(?!\d)", file)
     if not numbers:
         raise Unreadable("its rank is not known: the file's name has no number")
     rank = int(numbers[-1])

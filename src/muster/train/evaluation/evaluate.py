@@ -78,7 +78,7 @@ class Evaluator:
             if objective.traits.learns_prompts:
                 prompts = weight / sum(chosen_targets(store[index]) for index in chosen)
             if store.mismatched is not None:
-                objective.look_at(self.model.documents, self._shared(store.mismatched, chosen), self.groups)
+                objective.look_at(self.model.documents, self._reported(store.mismatched, chosen), self.groups)
         losses = torch.zeros(-(-len(chosen) // training.micro_batch_size), dtype=torch.float64, device=self.device)
         for index, batch in self._shared(store, chosen, prompts):
             loss = self.model.loss(batch, chunk_tokens=training.loss_chunk_tokens)
@@ -90,6 +90,11 @@ class Evaluator:
         if objective is not None and objective.totals is not None:
             result |= objective.figures(self.groups.sum_everywhere_(objective.totals).tolist())
         return result
+
+    def _reported(self, store: SequenceStore, chosen: Sequence[int]) -> Iterator[tuple[int | None, Batch]]:
+        for part in self._shared(store, chosen):
+            yield part
+            self.agent.progress()
 
     def _shared(
         self, store: SequenceStore, chosen: Sequence[int], prompts: float | None = None

@@ -69,7 +69,8 @@ class Objective(ABC):
     def __call__(self, log_probs_T: Tensor, batch: Batch, *, scale: float) -> Tensor:
         """``scale`` times the summed loss of the batch's units; 0-d float32."""
         units = batch.units
-        if units is None:  # a round of padding
+        if units is None:
+            assert not any(batch.tokens), "only a round of padding has no units"
             return log_probs_T.sum() * 0.0
         values = values_of(log_probs_T, units)
         losses, rewards = self.losses(values, units)

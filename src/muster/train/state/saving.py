@@ -13,7 +13,7 @@ import torch.distributed as dist
 from muster.checkpoint.exchange import gather
 from muster.checkpoint.handover import Handover
 from muster.checkpoint.saver import Saver
-from muster.checkpoint_format.fences import nonces_of
+from muster.checkpoint_format.fences import nonces_of, unbound
 from muster.checkpoint_format.manifest import HELDOUT_LOSS
 from muster.config.spec import CheckpointSpec, RunSpec
 from muster.core import intervals
@@ -138,7 +138,7 @@ def open_saver(
         layout=context.layout,
         keep_last=spec.keep_last,
         keep_best=spec.keep_best,
-        nonce_of=nonces_of(context.run_dir),
+        nonce_of=unbound if context.host_memory is None else nonces_of(context.run_dir),  # None: no supervisor
         asynchronous=spec.asynchronous,
         group=group,
         store=open_store(),

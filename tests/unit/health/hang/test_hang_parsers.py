@@ -37,6 +37,18 @@ def test_a_dump_of_gloo_says_what_ended_though_its_states_do_not():
     assert (group.posted, group.completed, group.members) == (3, 2, ())
 
 
+@pytest.mark.parametrize(
+    ("name", "rank"),
+    [
+        ("rank3_20251120.json", 3), ("rank3/trace.json", 3), ("rank3/trace_0.json", 3), ("dump_3_1732100000.json", 3),
+        ("frank1/_dump_3.json", 3), ("rank0-node/_dump_3.json", 3), ("7/rank_3", 3),
+    ],
+)  # fmt: skip
+def test_the_rank_of_a_dump_is_in_its_name_or_its_folders(name, rank):
+    found = evidence_of([(name, gloo_dump(CALLS, done=2).encode())])
+    assert [each.rank for each in found.ranks] == [rank]
+
+
 def test_a_rank_that_has_called_nothing():
     empty = '{"comm_lib_version":"","nccl_comm_state":{},"pg_config":{},"pg_status":{},"version":"2.10"}'
     recorder = flight_recorder.parse(empty)

@@ -197,12 +197,10 @@ def _preferences(
     answers: dict[int, list[Masked]] = {index: [] for index in stated}
     for side in range(2):
         left = {index: stated[index] for index in answers if side < len(stated[index].answers)}
-        for index, document in _answered(left, side, recipe, first_row, report).items():
-            if document is not None and 1 in document[1] and side and _prompt(document) != _prompt(answers[index][0]):
+        documents = _answered(left, side, recipe, first_row, report)
+        for index, document in _with_an_answer(documents, first_row, report):
+            if document is not None and side and _prompt(document) != _prompt(answers[index][0]):
                 refuse(report, "the chat template asks for the two answers by different prompts", first_row + index)
-                document = None
-            elif document is not None and 1 not in document[1]:  # the tokenizer drops all of its characters
-                refuse(report, EMPTY, first_row + index)
                 document = None
             if document is None:
                 del answers[index]
@@ -258,6 +256,18 @@ def _answered(
         made.first = (first_row + places[made.first[0]], made.first[1])
     report.add(made)
     return result | {index: found[-1] if found else None for index, found in zip(places, by_row, strict=True)}
+
+
+def _with_an_answer(
+    documents: Mapping[int, Masked | None], first_row: int, report: ChatReport
+) -> Iterator[tuple[int, Masked | None]]:
+    """An answer of which the tokenizer drops every character is left out, and counted."""
+    for index, document in documents.items():
+        if document is not None and 1 not in document[1]:
+            refuse(report, EMPTY, first_row + index)
+            yield index, None
+        else:
+            yield index, document
 
 
 def _prompt(document: Masked) -> list[int]:

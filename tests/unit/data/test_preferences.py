@@ -10,6 +10,8 @@ from fakes.preferences import spec_of
 from muster.config.sections.sources import FileSource
 from muster.config.spec import Objective
 from muster.core.errors import UsageError
+from muster.data import tokenise
+from muster.data.chat.engine import ChatReport
 from muster.data.chat.preferences import layout_of, preference
 from muster.data.chat.rows import RowRefusal, conversation
 from muster.data.formats import choose_format
@@ -219,3 +221,10 @@ def test_chats_of_a_pair_have_one_prompt(tmp_path):
     assert learned == [[4, 200], [5, 6, 200]]  # the last answers alone, with what ends them
     prompts = [ids[: int(np.argmax(mask != 0))].tolist() for ids, mask in halves]
     assert prompts[0] == prompts[1] and 2 in prompts[0]
+
+
+def test_an_answer_of_which_the_tokenizer_drops_everything_is_left_out():
+    report = ChatReport()
+    documents = {0: ([1, 2], bytearray(b"\0\0")), 1: ([1, 2], bytearray(b"\0\1")), 2: None}
+    left = dict(tokenise._with_an_answer(documents, 7, report))
+    assert left == {0: None, 1: documents[1], 2: None} and report.first == (7, "an answer is empty")

@@ -129,7 +129,7 @@ def calibrate_run(
     )
     option = option_of(events, spec, layout, accelerator)
     result = calibrate(work, setting, option, spec.resources.hosts, _seconds(steps), _shipped(spec))
-    if automatic and (len({step.attempt for step in steps}) > 1 or not LIKELY[0] < result.efficiency < LIKELY[1]):
+    if automatic and not (LIKELY[0] < result.efficiency < LIKELY[1] and steps[0].attempt == steps[-1].attempt):
         raise UsageError(f"the steps of {path} say too little: more than one attempt, or an unlikely efficiency")
     run_id = steps[0].run_id
     file = home / FILE

@@ -225,7 +225,7 @@ class Figure:
 FIGURES = {
     "files": Figure("files", lambda tree: len(tree.modules)),
     "lines": Figure(
-        "lines", lambda tree: sum(each.facts.lines for each in tree.modules.values()), 120_700, 104_000, 119_350
+        "lines", lambda tree: sum(each.facts.lines for each in tree.modules.values()), 120_700, 104_000, 119_550
     ),
     "functions": Figure("functions", lambda tree: sum(len(each.facts.functions) for each in tree.modules.values())),
     "long-files": Figure(

@@ -144,4 +144,4 @@ def test_a_host_that_comes_after_its_run_was_taken_back_shuts_down(place, submit
     machine = place.machine(host_body(submitted), "h6")
     machine.boot()
     until(lambda: "systemd: powering off" in journal(machine), machine)
-    assert told(place, submitted, "h6", "checked") is None and "it goes" in journal(machine)
+    assert told(place, submitted, "h6", "checked") is None and ": exiting" in journal(machine)

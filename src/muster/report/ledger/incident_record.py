@@ -32,7 +32,6 @@ class IncidentRecord:
     action: Action | None = None
     reason: str | None = None
     replacement: str | None = None
-    decided_ns: int | None = None
     resumed_ns: int | None = None
     """End of the first step beyond the last one applied before; None: not (yet)."""
     reported_lost_ns: int | None = None
@@ -89,7 +88,7 @@ def incident_records(events: Sequence[Timed], lineage: Lineage, shifts: Mapping[
                 detected_ns=timed.t_ns,
             )
         elif event.kind == IncidentDecided.kind:
-            _add_decision(records, event.read(IncidentDecided), timed.t_ns)
+            _add_decision(records, event.read(IncidentDecided))
         elif event.kind == IncidentResolved.kind:
             _add_cost(records, event.read(IncidentResolved))
     _join_causes(list(records.values()))
@@ -121,11 +120,10 @@ def _join_company(records: Mapping[str, IncidentRecord]) -> None:
             first.evidence += f"; also: {incident.evidence}"
 
 
-def _add_decision(records: Mapping[str, IncidentRecord], detail: IncidentDecided, at_ns: int) -> None:
+def _add_decision(records: Mapping[str, IncidentRecord], detail: IncidentDecided) -> None:
     incident = records.get(detail.incident_id)
     if incident is not None:
         incident.action, incident.reason, incident.replacement = detail.action, detail.reason, detail.replacement
-        incident.decided_ns = at_ns
 
 
 def _add_cost(records: Mapping[str, IncidentRecord], detail: IncidentResolved) -> None:

@@ -89,7 +89,7 @@ def plan_work(
         data_ranks=data_ranks,
     )
     chosen, padding_rows = [*chain(*plan.micro_batches)], plan.padding_rounds * training.micro_batch_size
-    tokens_of, weight_of, supervised, learned, lengths = _counted(store, chosen)
+    tokens_of, weight_of, supervised, learned, lengths = _counted(store, chosen, with_lengths=count_flops is not None)
     objective = training.preference
     tokens, weight = (sum(map(of.__getitem__, chosen)) for of in (tokens_of, weight_of))
     if supervised == 0:
@@ -115,7 +115,9 @@ def plan_work(
     )
 
 
-def _counted(store: SequenceStore, chosen: Iterable[int]) -> tuple[dict[int, int], dict[int, int], int, int, list[int]]:
+def _counted(
+    store: SequenceStore, chosen: Iterable[int], *, with_lengths: bool
+) -> tuple[dict[int, int], dict[int, int], int, int, list[int]]:
     """Tokens and weight of each of these sequences; of all of them the targets, the tokens that are predicted in better
     conversations, and the documents' lengths."""
     tokens_of, weight_of = {}, {}
@@ -126,7 +128,8 @@ def _counted(store: SequenceStore, chosen: Iterable[int]) -> tuple[dict[int, int
         tokens_of[index], weight_of[index] = sequence.tokens, sequence.weight
         supervised += sequence.supervised_tokens
         learned += chosen_targets(sequence)
-        lengths += sequence.documents.tolist()
+        if with_lengths:
+            lengths += sequence.documents.tolist()
     return tokens_of, weight_of, supervised, learned, lengths
 
 

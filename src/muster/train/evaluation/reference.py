@@ -40,6 +40,8 @@ class References:
     """URI"""
     stores: dict[str, SequenceStore]
     objects: Store = field(default_factory=open_store)
+    digest: str = ""
+    """Of all that was read; empty: not read yet."""
 
     @classmethod
     def of(cls, spec: RunSpec, prepared: Prepared, directory: str) -> References:
@@ -61,8 +63,8 @@ class References:
     def read(self) -> dict[str, str]:
         """Give the stores what is kept; what a save says of it. Empty: something is missing or damaged."""
         digest = xxhash.xxh3_64()
-        if not self.stores:
-            return {}
+        if self.digest or not self.stores:
+            return {"reference": self.digest} if self.digest else {}
         for name, store in self.stores.items():
             blocks = [self._block(name, store, number) for number in range(_blocks(store))]
             known = [block for block in blocks if block is not None]
@@ -70,7 +72,8 @@ class References:
                 return {}
             store.reference = np.concatenate(known)
             digest.update(store.reference.tobytes())
-        return {"reference": digest.hexdigest()}
+        self.digest = digest.hexdigest()
+        return {"reference": self.digest}
 
     @torch.no_grad()
     def make(
@@ -91,10 +94,7 @@ class References:
             CheckpointError: the model is no longer the one before the first step, or what was written cannot be read.
         """
         todo = [(name, number) for name, store in self.stores.items() for number in range(_blocks(store))]
-        missing = torch.zeros(len(todo), dtype=torch.int64, device=device)
-        if writes:
-            for place, (name, number) in enumerate(todo):
-                missing[place] = self._block(name, self.stores[name], number) is None
+        missing = torch.tensor([writes and self._lacks(*each) for each in todo], dtype=torch.int64, device=device)
         flags = groups.sum_everywhere_(missing).tolist()
         if any(flags) and step > 0:
             raise CheckpointError(
@@ -105,6 +105,7 @@ class References:
             for (name, number), flag in zip(todo, flags, strict=True):
                 if not flag:
                     continue
+                self.digest = ""  # what is computed now is read by all ranks
                 store = self.stores[name]
                 first, last = _span(store, number)
                 values = torch.zeros(int(store.firsts[last] - store.firsts[first]), dtype=torch.float64, device=device)
@@ -128,6 +129,9 @@ class References:
         if not digest:
             raise CheckpointError(f"what was written to {self.folder} cannot be read", hint="see its disk or bucket")
         return digest
+
+    def _lacks(self, name: str, number: int) -> bool:
+        return not self.digest and self._block(name, self.stores[name], number) is None
 
     def _uri(self, name: str, number: int) -> str:
         return uris.join(self.folder, f"{name}-{number:06}")
